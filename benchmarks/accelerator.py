@@ -1,11 +1,12 @@
-"""Everything that one accelerator can tell in a few minutes: each part in a process and with a limit of its own.
+"""All measurements of one accelerator that fit into a few minutes.
 
 python -m benchmarks.accelerator --minutes 8
 
-Parts are begun in the order of their worth until the time is over, and each result is printed and written at once: a
-part that fails, or takes too long, costs no other. Shares are of what the device itself reaches: a large matrix product
-at JAX's default precision, and a copy of a large array; bytes are those of the compiled program's kernels
-(`jaxfl.engine.kernels`). With `--tiny`, sizes at which it can be tried on a CPU.
+Each part has a process and a time limit of its own. The most useful parts start first, until the
+time is over. Each result is printed and written at once, so a part that fails or takes too long
+costs no other part. Shares compare with the rates that the device itself reaches, in a large matrix
+product at JAX's default precision and in a copy of a large array. Bytes are those of the compiled
+program's kernels (`jaxfl.engine.kernels`). `--tiny` has sizes for a trial on a CPU.
 """
 
 import dataclasses
@@ -54,25 +55,29 @@ from jaxfl.privacy import FixedSize, Mechanism, Poisson
 from jaxfl.types import Algorithm, Model
 
 _TINY = 4
-"""At most so many clients make a trial: a step of theirs is enough."""
+"""Greatest number of clients of a trial, which runs one step per client."""
 
 METHODS: dict[str, Callable[..., Algorithm]] = {
-    "fedavg": fedavg, "dp_fedavg": dp_fedavg, "feddpa": feddpa, "dp_pfeddsu": dp_pfeddsu, "centaur": centaur,
-}  # fmt: skip
+    "fedavg": fedavg,
+    "dp_fedavg": dp_fedavg,
+    "feddpa": feddpa,
+    "dp_pfeddsu": dp_pfeddsu,
+    "centaur": centaur,
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How much to measure."""
+    """Options of the measurements."""
 
     minutes: float = 8.0
-    """No part goes on for longer."""
+    """Time after which no part continues."""
     tiny: bool = False
     out: pathlib.Path = OUT
 
 
 class Part(NamedTuple):
-    """A function of this module, its arguments, and how long it may take."""
+    """A function of this module, with its arguments and its time limit."""
 
     function: Callable[..., dict[str, Any]]
     arguments: tuple
@@ -80,11 +85,11 @@ class Part(NamedTuple):
 
 
 def main(config: Config) -> None:
-    """Run the parts, and keep what each says."""
+    """Run the parts, and write each result."""
     begun, results = time.monotonic(), {}
     config.out.mkdir(parents=True, exist_ok=True)
     whole = parts(config.tiny, str(config.out))
-    # Nothing that is tiny is timed in earnest, so that every core can have a part.
+    # Timings of a tiny run do not matter, so that every core can have a part.
     pool = ThreadPoolExecutor(cores() if config.tiny else 1)
     running = {pool.submit(_result, part, begun, config): name for name, part in whole.items()}
     try:
@@ -92,15 +97,18 @@ def main(config: Config) -> None:
             results[running[future]] = found = future.result()
             kept = {name: results[name] for name in whole if name in results}
             write_json(config.out / "accelerator.json", {"tiny": config.tiny, "parts": kept})
-            told = ", ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-                             for key, value in found.items())  # fmt: skip
+            told = ", ".join(
+                f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+                for key, value in found.items()
+            )
             print(f"{running[future]}: {told}", flush=True)
     finally:
-        pool.shutdown(cancel_futures=True)  # after Ctrl-C no other part is begun
+        # No other part starts after Ctrl-C.
+        pool.shutdown(cancel_futures=True)
 
 
 def _result(part: Part, begun: float, config: Config) -> dict[str, Any]:
-    """What a part says, or why it says nothing; and how long it took."""
+    """Return the result of a part, or the reason why it has none, and its duration."""
     start, environment = time.monotonic(), {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     left = begun + 60 * config.minutes - start
     if left <= 0:
@@ -111,18 +119,18 @@ def _result(part: Part, begun: float, config: Config) -> dict[str, Any]:
         found = apart(
             part.function, *part.arguments, timeout=min(part.seconds, left), **environment
         )
-    except Exception as error:  # whatever ends a part, the others go on
+    except Exception as error:
+        # Whatever ends a part, the others continue.
         found = {"failed": str(error)[-2000:]}
     return found | {"part_s": round(time.monotonic() - start, 1)}
 
 
 def parts(tiny: bool, out: str) -> dict[str, Part]:
-    """All parts, the most telling first."""
+    """Return all parts, the most useful first."""
     sizes, clients = ((2, _TINY), 2) if tiny else ((128, 512, 2048, 8192), 2048)
     form: Form = "winograd" if tiny else "grouped"
-    forms = ("grouped", "packed", "lax") + (
-        () if tiny else ("pallas",)
-    )  # which would be interpreted
+    # A CPU would interpret the Pallas kernels.
+    forms = ("grouped", "packed", "lax") + (() if tiny else ("pallas",))
 
     def of_forms(chunk: int) -> dict[str, Part]:
         return {
@@ -150,7 +158,8 @@ def parts(tiny: bool, out: str) -> dict[str, Part]:
         found[f"{name}, {its}, chunk {sizes[0]}"] = Part(
             speed, (name, its, sizes[0], None, most), 180
         )
-    for precision in ("bfloat16",) if tiny else ("bfloat16", "float32"):  # the default is TF32
+    # The default precision is TF32.
+    for precision in ("bfloat16",) if tiny else ("bfloat16", "float32"):
         part = Part(speed, ("lenet", form, sizes[1], precision, max(clients, sizes[1])))
         found[f"lenet, {form}, chunk {sizes[1]}, {precision}"] = part
     found["correct"], found["kernels"] = Part(correct, (), 150), Part(kernels, ())
@@ -167,7 +176,7 @@ def parts(tiny: bool, out: str) -> dict[str, Part]:
 
 
 def device() -> dict[str, Any]:
-    """What it is, and how fast a matrix product and a copy go."""
+    """Describe the device, and measure the rates of a matrix product and of a copy."""
     here = place(clients_of(*examples_of(_lenet(1))), jax.devices()[:1])
     return (
         machine()
@@ -188,7 +197,7 @@ def _peaks(population: Population) -> dict[str, float]:
 
 
 def evaluation(clients: int) -> dict[str, Any]:
-    """One evaluation, up to 128 clients at a time."""
+    """Run one evaluation, with up to 128 clients at a time."""
     work = _lenet(clients)
     where, algorithm, key = (
         place(clients_of(*examples_of(work), tests=32)),
@@ -202,7 +211,10 @@ def evaluation(clients: int) -> dict[str, Any]:
 
 
 def correct() -> dict[str, Any]:
-    """Largest difference of the shared model from a CPU's after 2 rounds at full precision, over its largest number."""
+    """Return the largest relative difference to a CPU's shared model after 2 rounds.
+
+    Both run at full precision. The difference is divided by the model's largest number.
+    """
     work = dataclasses.replace(WORKLOADS["mlp"], clients=8, examples=32)
     clients, model = clients_of(*examples_of(work), tests=8), mlp(work.input_shape, hidden=(32,))
     found = {}
@@ -223,7 +235,10 @@ def correct() -> dict[str, Any]:
 
 
 def kernels() -> dict[str, Any]:
-    """Of 3 clients, the largest difference of a form's gradients from those of JAX's convolutions, over the largest."""
+    """Return the largest relative difference of each form's gradients to JAX's convolutions.
+
+    The gradients are those of 3 clients.
+    """
     inputs, found = jax.random.bits(jax.random.key(0), (32, 8, 8, 1), "uint8"), {}
     for form in PLAIN:
         model = digits_cnn(form=form)
@@ -244,12 +259,15 @@ def kernels() -> dict[str, Any]:
 
 
 def _lenet(clients: int) -> Workload:
-    """10 steps of 32 for so many clients, each of which has one batch."""
+    """Return 10 steps of 32 examples for `clients` clients, each of which has one batch."""
     return dataclasses.replace(WORKLOADS["lenet"], clients=clients, examples=32)
 
 
 def _of(name: Name, clients: int) -> Workload:
-    """A workload for so many clients, with at most 96 examples each; a trial's steps are one."""
+    """Return a workload for `clients` clients, with at most 96 examples each.
+
+    A trial has one step.
+    """
     known, tiny = WORKLOADS[name], clients <= _TINY
     examples = known.batch_size if tiny else min(known.examples, 96)
     steps = 1 if tiny else known.steps * examples // known.examples if known.feddpa else known.steps
@@ -257,7 +275,7 @@ def _of(name: Name, clients: int) -> Workload:
 
 
 def speed(name: Name, form: Form, chunk: int, precision: Any, clients: int) -> dict[str, Any]:
-    """A workload's round: clients per second, and shares of the device's matrix products and memory."""
+    """Measure a workload's round: clients per second, and shares of the device's rates."""
     work = _of(name, clients)
     model = model_of(work, form)
     model = model if precision is None else with_precision(model, precision)
@@ -284,14 +302,17 @@ def _measured(work: Workload, algorithm: Algorithm, chunk: int) -> dict[str, Any
 
 
 def ten_steps(clients: int, chunk: int) -> dict[str, Any]:
-    """LeNet, 10 steps of 32 for every client."""
+    """Measure LeNet with 10 steps of 32 examples for every client."""
     work = _lenet(clients)
     found = _measured(work, algorithm_of(work), chunk)
     return {"seconds": clients / found["clients_per_s"]} | found
 
 
 def pfl_cifar10(rounds: int, clients: int) -> dict[str, Any]:
-    """The whole run of pfl-research's benchmark, without privacy, of a Flax module: compiling and evaluations too."""
+    """Measure the full run of pfl-research's benchmark with a Flax module, without privacy.
+
+    The time includes compilation and evaluations.
+    """
     work, sampling = (
         dataclasses.replace(WORKLOADS["pfl_cnn"], clients=clients),
         FixedSize(min(50, clients)),
@@ -304,7 +325,7 @@ def pfl_cifar10(rounds: int, clients: int) -> dict[str, Any]:
 
 
 def auto(clients: int) -> dict[str, Any]:
-    """What "auto" chooses for LeNet, and how long that takes."""
+    """Return the chunk that "auto" chooses for LeNet, and how long the choice takes."""
     work = _lenet(clients)
     where, begun = place(clients_of(*examples_of(work))), time.perf_counter()
     chosen = usual_chunk(algorithm_of(work), where)
@@ -312,7 +333,7 @@ def auto(clients: int) -> dict[str, Any]:
 
 
 def population(number: int) -> dict[str, Any]:
-    """A round of a thousand of very many clients, whose states the device holds."""
+    """Measure a round with 1,000 of many clients, whose states are on the device."""
     model, sampling = mlp((8, 8, 1), hidden=(200, 64)), Poisson(min(1.0, 1000 / number))
     algorithm = centaur(model, sampling=sampling, clip=1.0, noise_multiplier=1.0)
     compiled = compile_round(algorithm, place(make(number, 20)), 128)
@@ -323,7 +344,7 @@ def population(number: int) -> dict[str, Any]:
 
 
 def out_of_memory(chunk: int) -> dict[str, Any]:
-    """The chunk that is left of one that is too large."""
+    """Return the chunk that remains after a chunk that is too large was halved."""
     work = _lenet(chunk)
     algorithm, where, key = (
         algorithm_of(work),
@@ -335,7 +356,7 @@ def out_of_memory(chunk: int) -> dict[str, Any]:
 
 
 def torch_speed(name: Name, clients: int, chunk: int) -> dict[str, Any]:
-    """PyTorch's loop over clients, and `torch.func.vmap`, on the same device."""
+    """Measure PyTorch's loop over clients, and `torch.func.vmap`, on the same device."""
     if importlib.util.find_spec("torch") is None:
         return {"missing": "PyTorch is not installed"}
     from benchmarks import pytorch
@@ -366,7 +387,7 @@ def torch_speed(name: Name, clients: int, chunk: int) -> dict[str, Any]:
 
 
 def profile(clients: int, chunk: int, out: str) -> dict[str, Any]:
-    """A trace of one round of LeNet, for a viewer."""
+    """Write a trace of one round of LeNet for a trace viewer."""
     work = _lenet(clients)
     compiled = compile_round(algorithm_of(work), place(clients_of(*examples_of(work))), chunk)
     compiled.run()

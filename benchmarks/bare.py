@@ -1,4 +1,4 @@
-"""Lower bounds for the engine: local SGD alone on prepared data, and the Fisher diagonal beside a gradient."""
+"""Lower bounds for the engine: local SGD on prepared data, and the cost of a Fisher diagonal."""
 
 import functools
 from collections.abc import Callable
@@ -26,16 +26,18 @@ def bare_round(
     steps: int,
     chunk: int = 1,
 ) -> Callable[[], None]:
-    """Every client's SGD steps on batches laid out beforehand, summed: no gather, clip, noise or ledger.
+    """Return a call that runs and sums every client's SGD steps on batches prepared beforehand.
+
+    There is no gather, clip, noise or ledger.
 
     Args:
-        model: the network.
-        population: names the devices.
-        inputs: [C, N, H, W, channels] bytes.
-        labels: [C, N].
-        batch_size: B.
+        model: The network.
+        population: Clients on their devices.
+        inputs: Images `[C, N, H, W, channels]` as bytes.
+        labels: Labels `[C, N]`.
+        batch_size: B, examples of a step.
         steps: SGD steps per client.
-        chunk: clients vectorised at a time on each device.
+        chunk: Clients vectorised at a time on each device.
     """
     mesh, count = population.mesh, len(labels)
     part = model.largest_part or batch_size
@@ -77,20 +79,22 @@ def bare_round(
 def sum_over_clients(
     client_fn: Callable[..., Tree], population: Population, specs: tuple[P, ...], chunk: int
 ) -> Callable[..., Tree]:
-    """A program that adds up `one(slot, *arguments)` over all clients of all devices, in a loop like the engine's.
+    """Return a program that sums a function over all clients, in a loop like the engine's.
 
     Args:
-        client_fn: what a client computes; `slot` counts the clients of its device.
-        population: names the devices and the number of clients.
-        specs: how the arguments lie on the devices.
-        chunk: clients vectorised at a time on each device; a last chunk that is not full costs as much as a full one.
+        client_fn: Function of `(slot, *arguments)`. `slot` counts the clients of its device.
+        population: Clients on their devices.
+        specs: Sharding of the arguments.
+        chunk: Clients vectorised at a time on each device. A partial last chunk costs as much as a
+            full one.
     """
     mesh = population.mesh
     slots_per_device = population.clients.number // mesh.size
 
     def device(*arguments: Tree) -> Tree:
         def add(i: Array, total: Tree) -> Tree:
-            if chunk == 1:  # plain code, as in the engine
+            if chunk == 1:
+                # The engine also runs plain code in this case.
                 return jax.tree.map(jnp.add, total, client_fn(i, *arguments))
             slots = jnp.minimum(i * chunk + jnp.arange(chunk), slots_per_device - 1)
             parts = jax.vmap(lambda slot: client_fn(slot, *arguments))(slots)
@@ -107,7 +111,10 @@ def sum_over_clients(
 def fisher_cost(
     model: Model, inputs: np.ndarray, labels: np.ndarray, batch_size: int, repeats: int
 ) -> float:
-    """Median (processor) time of the exact Fisher diagonal over that of plain gradients, same batches, in turn."""
+    """Return the median time of the exact Fisher diagonal, relative to plain gradients.
+
+    Both take turns on the same batches. On a CPU it is processor time.
+    """
     batches = len(labels) // batch_size
     x = jax.vmap(model.prepare)(
         jnp.asarray(inputs)[: batches * batch_size].reshape(batches, batch_size, *inputs.shape[1:])

@@ -1,4 +1,4 @@
-"""Seconds per client of one round, against how many clients are vectorised at a time and how many take part.
+"""Seconds per client of one round, by chunk and by cohort.
 
 python -m benchmarks.chunks
 """
@@ -25,21 +25,21 @@ from jaxfl.privacy import FixedSize
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to time."""
+    """Options of the benchmark."""
 
     workload: Name = "lenet"
     population: int = 200
     """Number of clients."""
     chunks: tuple[int, ...] = (1, 2, 8, 32, 128)
-    """For rounds of every client; those of more clients than a device holds are left out."""
+    """Chunks for rounds of all clients. Chunks larger than a device's clients are left out."""
     cohorts: tuple[int, ...] = (5, 20, 50, 100, 200)
-    """Clients drawn for a round, at the usual chunk."""
+    """Numbers of clients that a round draws, at the usual chunk."""
     repeats: int = 5
     out: pathlib.Path = OUT
 
 
 def main(config: Config) -> None:
-    """Time all in turn."""
+    """Time all rounds in turn."""
     work = dataclasses.replace(WORKLOADS[config.workload], clients=config.population)
     population = place(clients_of(*examples_of(work)))
     per_device = population.clients.number // population.mesh.size

@@ -1,4 +1,4 @@
-"""What benchmarks share: timing in turn, processes of their own, the machine, and a table, JSON and PNG of each."""
+"""Timing in turn, separate processes, facts of the machine, and results as table, JSON and PNG."""
 
 import dataclasses
 import datetime
@@ -30,7 +30,7 @@ from jaxfl.files import write_json
 OUT = pathlib.Path("runs/benchmarks")
 
 Row = Mapping[str, Any]
-"""A line of a table: what the columns' names say, as raw numbers."""
+"""A line of a table, with raw numbers by the names of the columns."""
 
 
 def in_turn(
@@ -38,14 +38,18 @@ def in_turn(
     repeats: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds of each program: one call to warm up, then `repeats` times all of them in turn.
+    """Time programs, with one call to warm up, and then `repeats` turns of all of them.
 
-    A machine's speed drifts, so that only what lies side by side in time is compared.
+    The programs take turns, because a machine's speed drifts.
+
+    Returns:
+        The seconds of each program in each turn.
     """
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for repeat in range(repeats + 1):
         for name, program in programs.items():
-            time.sleep(0.05)  # another library's threads stop spinning
+            # Threads of another library stop spinning meanwhile.
+            time.sleep(0.05)
             start = clock()
             jax.block_until_ready(program())
             if repeat:
@@ -54,17 +58,20 @@ def in_turn(
 
 
 def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Median of each."""
+    """Return the median of each program."""
     return {name: float(np.median(values)) for name, values in seconds.items()}
 
 
 def ratio(seconds: Sequence[float], reference: Sequence[float]) -> float:
-    """Median over turns: the two lie side by side in time, whatever the machine's speed then is."""
+    """Return the median over turns of the ratio, in which drifts of the machine's speed cancel."""
     return float(np.median(np.array(seconds) / np.array(reference)))
 
 
 def busy_clock() -> Callable[[], float]:
-    """Processor time, which other processes disturb little; wall time where the processor only waits."""
+    """Return a clock of processor time, or of wall time for an accelerator.
+
+    Other processes hardly disturb processor time, but a processor only waits for an accelerator.
+    """
     return time.process_time if jax.default_backend() == "cpu" else time.perf_counter
 
 
@@ -75,20 +82,22 @@ def apart(
     timeout: float | None = None,
     **environment: str,
 ) -> Any:
-    """The value of a module-level function in a fresh process, or in the first of several that `jaxfl.launch` starts.
+    """Call a module-level function in a new process, and return its value.
 
     Args:
-        function: of JSON values, to a JSON value.
-        arguments: its own.
-        processes: that share the machine, and all call the function.
-        timeout: seconds, after which it is stopped (None: none).
-        environment: variables beside this process's.
+        function: Function from JSON values to a JSON value.
+        arguments: Arguments of the function.
+        processes: Number of processes that share the machine and all call the function. If there
+            are several, `jaxfl.launch` starts them, and the value is that of the first.
+        timeout: Seconds after which the process is stopped. None sets no limit.
+        environment: Environment variables, in addition to those of this process.
 
     Raises:
-        RuntimeError: the process failed; its last words are in the message.
-        subprocess.TimeoutExpired: it took too long.
+        RuntimeError: The process failed. The message has the end of its error output.
+        subprocess.TimeoutExpired: The process took too long.
     """
-    module = function.__globals__["__spec__"].name  # `__main__` has a name of its own only there
+    # Only `__spec__` has the real name of a module that runs as `__main__`.
+    module = function.__globals__["__spec__"].name
     launch = ["-m", "jaxfl.launch", "--processes", str(processes)] if processes > 1 else []
     call = ["-m", __name__, module, function.__name__, json.dumps(arguments)]
     command = [sys.executable, *launch, *call]
@@ -106,7 +115,7 @@ def apart(
 
 @functools.cache
 def machine() -> dict[str, Any]:
-    """Processor, cores, JAX's devices, versions. Starts JAX's backend."""
+    """Return processor, cores, JAX's devices and versions. This starts JAX's backend."""
     device, name = jax.devices()[0], platform.processor() or platform.machine()
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     if cpuinfo.exists() and (line := re.search(r"model name\s*:\s*(.*)", cpuinfo.read_text())):
@@ -124,19 +133,19 @@ def machine() -> dict[str, Any]:
 
 
 def chart(width: float = 8, height: float = 4, panels: int = 1) -> tuple[Figure, list[Axes]]:
-    """An empty figure, in inches, and its panels side by side."""
+    """Return an empty figure of a size in inches, and its panels from left to right."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, list(figure.subplots(1, panels, squeeze=False)[0])
 
 
 def from_zero(axes: Axes) -> None:
-    """Let the vertical axis begin at 0, with room above what is drawn."""
+    """Start the vertical axis at 0, with room above the data."""
     axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
 
 
 def bars(values: Mapping[str, float], label: str, title: str) -> Figure:
-    """A horizontal bar for each value, with the value beside it; the first is on top."""
+    """Draw a horizontal bar with a label for each value, the first on top."""
     figure, (axes,) = chart(9, 1.4 + 0.35 * len(values))
     drawn = axes.barh(list(values), list(values.values()))
     axes.bar_label(
@@ -161,12 +170,12 @@ def finish(
     """Print the table of a benchmark, and write its JSON and PNG into `config.out`.
 
     Args:
-        config: the resolved settings, a dataclass with the folder `out`.
-        name: of the files.
-        headline: the result in one line; the table's title.
-        rows: of the table; the first one names the columns.
-        figure: drawn already.
-        facts: further figures for the JSON.
+        config: Resolved settings, a dataclass with the folder `out`.
+        name: Name of the files.
+        headline: Result in one line, which is also the table's title.
+        rows: Rows of the table. The first one names the columns.
+        figure: Figure with everything drawn.
+        facts: Further values for the JSON.
     """
     table = Table(*rows[0], title=f"{name}: {headline}")
     for row in rows:
@@ -187,6 +196,7 @@ def finish(
     figure.savefig(config.out / f"{name}.png", dpi=120)
 
 
-if __name__ == "__main__":  # of `apart`
+if __name__ == "__main__":
+    # `apart` starts this command.
     module, name, arguments = sys.argv[1:]
     print(json.dumps(getattr(importlib.import_module(module), name)(*json.loads(arguments))))

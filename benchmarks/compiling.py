@@ -1,10 +1,12 @@
-"""Seconds to compile each workload's round, and from the start of a process to its first round, cold and warm.
+"""Seconds to compile each workload's round, and from the start of a process to its first round.
 
 python -m benchmarks.compiling
 
-Each in a process of its own: cold with an empty persistent compilation cache (`jax_compilation_cache_dir`), then warm
-with what the first left there. `imports` begin with the process; `data` is made and laid out on the devices; `start`
-initialises server and clients; `compile` traces and compiles the round, or reads it from the cache; `round` runs it.
+Each measurement has a process of its own. The first is cold, with an empty persistent compilation
+cache (`jax_compilation_cache_dir`). The second is warm, with the cache that the first has filled.
+`imports` starts with the process. `data` makes the data and places them on the devices. `start`
+initialises server and clients. `compile` traces and compiles the round, or reads it from the cache.
+`round` runs it.
 """
 
 import dataclasses
@@ -32,14 +34,14 @@ PARTS = ("imports", "data", "start", "compile", "round")
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to time."""
+    """Options of the benchmark."""
 
     workloads: tuple[Name, ...] = tuple(WORKLOADS)
     out: pathlib.Path = OUT
 
 
 def main(config: Config) -> None:
-    """Time each workload twice, each time apart."""
+    """Time each workload twice, each time in a new process."""
     rows = []
     for workload in config.workloads:
         with tempfile.TemporaryDirectory() as folder:
@@ -55,8 +57,11 @@ def main(config: Config) -> None:
                 }
                 rows.append({"workload": workload, "cache": state} | seconds | total)
     cold, warm = rows[:2]
-    headline = f"{cold['workload']}: compiles in {cold['compile']:.2g} s; with a warm cache {warm['compile']:.2g} s, and "
-    headline += f"{warm['start_to_round']:.2g} s from placed data to the end of the first round"
+    headline = (
+        f"{cold['workload']}: compiles in {cold['compile']:.2g} s; with a warm cache "
+        f"{warm['compile']:.2g} s, and {warm['start_to_round']:.2g} s from placed data to the end "
+        "of the first round"
+    )
     figure, (axes,) = chart(9, 1.2 + 0.35 * len(rows))
     names, left = [f"{row['workload']}, {row['cache']}" for row in rows], [0.0] * len(rows)
     for part in PARTS:
@@ -70,7 +75,12 @@ def main(config: Config) -> None:
 
 
 def measure(workload: Name, begun: float) -> dict[str, float]:
-    """Seconds of each part, from the time (of `time.time`) at which the process was started."""
+    """Return the seconds of each part.
+
+    Args:
+        workload: Name of the workload.
+        begun: Value of `time.time` at which the process was started.
+    """
     ends = [begun, time.time()]
     work = WORKLOADS[workload]
     population = place(clients_of(*examples_of(work)))

@@ -1,4 +1,4 @@
-"""Jacobian leakage risk of a LeNet client: its cost beside local training, and its error beside exact values.
+"""Cost of a LeNet client's Jacobian leakage risk, relative to training, and its error.
 
 python -m benchmarks.leakage
 """
@@ -25,21 +25,21 @@ from jaxfl.types import ClientData, Model, Params
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to measure."""
+    """Options of the benchmark."""
 
     dataset: str = "mnist"
-    """Its first examples of two classes are the client's."""
+    """Dataset whose first examples of two classes belong to the client."""
     examples: int = 500
     probes: tuple[int, ...] = (1, 2, 4, 6, 8)
     drawn: tuple[int, ...] = (48, 500)
     seeds: int = 30
-    """Estimates of which the error is the root mean square."""
+    """Number of estimates, whose root mean square error is reported."""
     repeats: int = 9
     out: pathlib.Path = OUT
 
 
 def main(config: Config) -> None:
-    """Print costs over that of the client's 5 epochs, and relative errors of its mean risk."""
+    """Print costs relative to the client's 5 epochs, and relative errors of its mean risk."""
     data = load(config.dataset)
     shape = data.train_inputs.shape[1:]
     model = lenet(shape)
@@ -60,8 +60,8 @@ def main(config: Config) -> None:
     }
     programs |= {"training": lambda: training(start, client)}
     seconds = medians(in_turn(programs, config.repeats, busy_clock()))
-    # A convolution's fast form rounds one example otherwise than many, and its pooling then breaks ties of equal pixels
-    # otherwise: exact values are those of the plain form, for which the first maximum always wins.
+    # A convolution's fast form rounds one example differently from many, so its pooling breaks ties
+    # of equal pixels differently. Exact values use the plain form, in which the first maximum wins.
     plain = lenet(shape, form="lax")
     inputs, labels = client.take(jnp.arange(client.padded))
     exact = jax.jit(lambda params: jnp.mean(exact_risk(plain, params, inputs, labels)))
@@ -80,8 +80,13 @@ def main(config: Config) -> None:
     for drawn, name in itertools.product(config.drawn, weights):
         drawn_rows = [row for row in rows if row["examples"] == drawn]
         style = "-" if drawn == config.drawn[0] else "--"
-        axes.plot([row["of_training"] for row in drawn_rows], [row[name] for row in drawn_rows], style, marker="o",
-                  label=f"{drawn} examples, {name}")  # fmt: skip
+        axes.plot(
+            [row["of_training"] for row in drawn_rows],
+            [row[name] for row in drawn_rows],
+            style,
+            marker="o",
+            label=f"{drawn} examples, {name}",
+        )
     axes.set(
         xlabel="cost over that of 5 local epochs",
         ylabel="error of the mean risk, %",
@@ -90,7 +95,10 @@ def main(config: Config) -> None:
     from_zero(axes)
     figure.legend(fontsize="small", loc="outside right upper")
     least = min(rows, key=lambda row: row["of_training"])
-    headline = f"{least['examples']} examples, {least['probes']} probes: {least['of_training']:.2f} of training; errors in %"
+    headline = (
+        f"{least['examples']} examples, {least['probes']} probes: {least['of_training']:.2f} of "
+        "training; errors in %"
+    )
     finish(config, "leakage", headline, rows, figure)
 
 

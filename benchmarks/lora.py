@@ -1,4 +1,4 @@
-"""Adapters of a frozen encoder, clients vectorised, against a loop of full models.
+"""Adapters of a frozen encoder with vectorised clients, compared with a loop of full models.
 
 python -m benchmarks.lora
 """
@@ -27,16 +27,19 @@ from jaxfl.types import Algorithm, Model
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to time; the encoder has 22.7 million weights, and random ones take as long as any."""
+    """Options of the benchmark.
+
+    The encoder has 22.7 million weights. They are random, because their values do not affect speed.
+    """
 
     clients: int = 100
     batch: int = 4
     steps: int = 1
     length: int = 16
-    """Tokens of an example."""
+    """Number of tokens of an example."""
     rank: int = 4
     last: int = 2
-    """Layers, from the end, that have adapters where not all of them do."""
+    """Number of last layers that have adapters, in the variant in which not all layers do."""
     chunks: tuple[int, ...] = (100, 10, 1)
     """Clients vectorised at a time."""
     repeats: int = 5
@@ -44,13 +47,13 @@ class Config:
 
 
 def algorithm_of(config: Config, model: Model) -> Algorithm:
-    """A private round of some steps of every client."""
+    """Build DP-FedAvg with some steps of every client."""
     local = LocalSGD(optax.sgd(0.01), config.batch, steps=config.steps)
     return dp_fedavg(model, clip=1.0, noise_multiplier=1.0, sampling=Full(), local=local)
 
 
 def main(config: Config) -> None:
-    """Print seconds of a round with adapters, of one with all weights, and their ratio."""
+    """Print the seconds of a round with adapters and of one with all weights, and their ratio."""
     generator, examples = np.random.default_rng(0), config.clients * config.batch
     tokens = generator.integers(0, VOCABULARY, (examples, config.length), np.int32)
     labels = generator.integers(0, 3, examples, np.int32)

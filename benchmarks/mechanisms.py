@@ -1,4 +1,4 @@
-"""Cost of a mechanism, and of an audit: a round with it against the same round with the Gaussian one, in turn.
+"""Cost of a mechanism or an audit, relative to the same round with the Gaussian mechanism.
 
 python -m benchmarks.mechanisms
 """
@@ -28,7 +28,7 @@ from jaxfl.privacy.audit import audited
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to time."""
+    """Options of the benchmark."""
 
     workloads: tuple[Name, ...] = ("lenet", "mlp")
     bands: int = 32
@@ -38,7 +38,7 @@ class Config:
 
 
 def ways(config: Config) -> dict[str, Callable[[Mechanism], Mechanism]]:
-    """Each made of the Gaussian mechanism of a workload."""
+    """Return functions from the Gaussian mechanism of a workload to other mechanisms."""
 
     def of(kind: type[Mechanism], **options: Any) -> Callable[[Mechanism], Mechanism]:
         shared = [field.name for field in dataclasses.fields(Mechanism)]
@@ -55,7 +55,7 @@ def ways(config: Config) -> dict[str, Callable[[Mechanism], Mechanism]]:
 
 
 def main(config: Config) -> None:
-    """Print seconds of a round, and the ratio to the Gaussian mechanism's."""
+    """Print the seconds of a round, and their ratio to the Gaussian mechanism's."""
     rows, costs = [], {}
     for name in config.workloads:
         work = WORKLOADS[name]

@@ -1,10 +1,11 @@
-"""Peak resident memory of rounds beyond the clients' data, against cohort and population; on Linux.
+"""Peak resident memory of rounds beyond the clients' data, by cohort and population, on Linux.
 
 python -m benchmarks.memory
 
-Each size in a process of its own. `peak_mb` is the peak over two rounds of all that the process then holds, libraries
-too, after the copies from which the data was laid out on the devices are gone; `beyond_data_mb` is less the bytes of
-the clients' arrays on the devices. Compiling has a peak of its own, which would hide that of small rounds.
+Each size has a process of its own. `peak_mb` is the peak of the entire process over two rounds,
+including libraries. It is measured after the host copies of the data are freed. `beyond_data_mb` is
+`peak_mb` minus the bytes of the clients' arrays on the devices. The peak of compilation is
+separate, because it would hide that of small rounds.
 """
 
 import dataclasses
@@ -31,20 +32,20 @@ from jaxfl.privacy import FixedSize
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to measure."""
+    """Options of the benchmark."""
 
     workload: Name = "lenet"
     cohorts: tuple[int, ...] = (50, 200, 500, 1000, 2000)
-    """Rounds of a whole population of so many clients, and of the smallest of these cohorts out of it."""
+    """Population sizes. Each one runs with all clients, and with a cohort of the smallest size."""
     examples: int = 64
-    """Per client."""
+    """Number of examples per client."""
     steps: int = 2
-    """Local steps; memory does not depend on their number."""
+    """Number of local steps, on which memory does not depend."""
     out: pathlib.Path = OUT
 
 
 def main(config: Config) -> None:
-    """Measure each size apart."""
+    """Measure each size in a process of its own."""
     least = min(config.cohorts)
     sizes = [(size, size) for size in config.cohorts] + [
         (size, least) for size in config.cohorts if size > least
@@ -59,8 +60,10 @@ def main(config: Config) -> None:
         f"{least} clients take part": [row for row in rows if row["cohort"] == least],
     }
     whole = [row["beyond_data_mb"] for row in series["all clients take part"]]
-    headline = f"{config.workload}: {whole[-1] - whole[0]:+.0f} MB beyond the data from a cohort of {least} to "
-    headline += str(max(config.cohorts))
+    headline = (
+        f"{config.workload}: {whole[-1] - whole[0]:+.0f} MB beyond the data from a cohort of "
+        f"{least} to {max(config.cohorts)}"
+    )
     figure, (axes,) = chart()
     for name, of_cohort in series.items():
         axes.plot(
@@ -89,7 +92,7 @@ def main(config: Config) -> None:
 def measure(
     workload: Name, examples: int, steps: int, population: int, cohort: int
 ) -> dict[str, float | None]:
-    """Megabytes of this process over two rounds, and of its accelerator where there is one."""
+    """Return the megabytes of this process over two rounds, and of its accelerator if any."""
     work = dataclasses.replace(
         WORKLOADS[workload], clients=population, examples=examples, steps=steps
     )
@@ -105,7 +108,8 @@ def measure(
     program.run()
     program.run()
     peak = _peak()
-    held = data if jax.default_backend() == "cpu" else 0.0  # an accelerator has memory of its own
+    # An accelerator has memory of its own.
+    held = data if jax.default_backend() == "cpu" else 0.0
     device = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     return {
         "data_mb": data,
@@ -122,7 +126,7 @@ def _forget_peak() -> None:
 
 
 def _peak() -> float:
-    """Largest resident memory since it was forgotten, in MB."""
+    """Return the largest resident memory since the last `_forget_peak`, in MB."""
     line = re.search(r"VmHWM:\s*(\d+) kB", pathlib.Path("/proc/self/status").read_text())
     assert line is not None
     return int(line[1]) * 1024 / 1e6

@@ -1,4 +1,4 @@
-"""Your own Flax modules beside an equal PyTorch loop, and beside the library's ready networks.
+"""Flax modules of a user, compared with an equal PyTorch loop and with the library's networks.
 
 python -m benchmarks.modules
 """
@@ -32,7 +32,7 @@ SHAPE = (32, 32, 3)
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to time."""
+    """Options of the benchmark."""
 
     networks: tuple[str, ...] = ("pfl", "lenet", "feddpa", "resnet", "mobile")
     clients: int = 50
@@ -44,7 +44,7 @@ class Config:
 
 
 class NnxPfl(nnx.Module):
-    """The same in nnx."""
+    """The network of pfl-research's CIFAR-10 benchmark in nnx."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.first = nnx.Conv(3, 32, (3, 3), padding="VALID", rngs=rngs)
@@ -56,7 +56,7 @@ class NnxPfl(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Logits."""
+        """Return logits."""
         x = nnx.relu(self.second(nnx.relu(self.first(x))))
         x = self.drop_maps(nnx.max_pool(x, (2, 2), (2, 2)))
         return self.head(self.drop_features(nnx.relu(self.dense(x.reshape(len(x), -1)))))
@@ -72,7 +72,7 @@ class Cnn(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Logits."""
+        """Return logits."""
         for features in self.convolutions:
             x = nn.relu(nn.Conv(features, (self.size, self.size), padding=self.padding)(x))
             x = nn.max_pool(x, (2, 2), (2, 2))
@@ -83,11 +83,14 @@ class Cnn(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Three residual blocks with GroupNorm; shortcuts of the later two are 1x1 convolutions of stride 2."""
+    """Three residual blocks with GroupNorm.
+
+    The shortcuts of the later two blocks are 1x1 convolutions of stride 2.
+    """
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Logits."""
+        """Return logits."""
         convolution = functools.partial(nn.Conv, kernel_size=(3, 3), padding=1, use_bias=False)
         x = nn.relu(nn.GroupNorm(2)(convolution(16)(x)))
         for features, stride in RESIDUAL:
@@ -100,11 +103,11 @@ class ResNet(nn.Module):
 
 
 class Mobile(nn.Module):
-    """Depthwise 3x3 and pointwise 1x1 convolutions in turn."""
+    """Alternating depthwise 3x3 and pointwise 1x1 convolutions."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Logits."""
+        """Return logits."""
         x = nn.relu(nn.Conv(16, (3, 3), 2, padding=1)(x))
         for features, stride in SEPARABLE:
             channels = x.shape[-1]
@@ -120,7 +123,7 @@ SEPARABLE = ((32, 1), (64, 2), (64, 1), (128, 2))
 
 
 def models(network: str) -> dict[str, Model]:
-    """The module as a model, and what else it is compared with."""
+    """Return the module as a model, and the models that it is compared with."""
     wrapped: dict[str, Callable[[], dict[str, Model]]] = {
         "pfl": lambda: {"linen": from_flax(Pfl(), SHAPE), "nnx": from_nnx(NnxPfl, SHAPE)},
         "lenet": lambda: {
@@ -138,7 +141,7 @@ def models(network: str) -> dict[str, Model]:
 
 
 def torch_network(network: str) -> Any:
-    """The same network in PyTorch."""
+    """Return the same network in PyTorch."""
     from torch import nn as tnn
 
     from benchmarks import pytorch
@@ -189,7 +192,7 @@ def torch_network(network: str) -> Any:
 
 
 def rounds_of(network: str, config: Config) -> dict[str, Callable[[], Any]]:
-    """A round of DP-FedAvg of every kind, on the same examples."""
+    """Return a round of DP-FedAvg for every kind of network, on the same examples."""
     from benchmarks import pytorch
 
     work = Workload(
@@ -215,13 +218,14 @@ def rounds_of(network: str, config: Config) -> dict[str, Callable[[], Any]]:
 
 
 def main(config: Config) -> None:
-    """Time the rounds of each network in turn; print how many times PyTorch's speed each has."""
+    """Time the rounds of each network in turn, and print their speeds relative to PyTorch."""
     if config.repeats < 5:
         raise ValueError(
-            f"repeats={config.repeats!r}: give at least 5, medians of fewer say little"
+            f"repeats must be at least 5, got {config.repeats!r}. Give more, because medians of "
+            "fewer vary too much."
         )
     if importlib.util.find_spec("torch") is None:
-        raise ValueError("PyTorch is not installed: pip install -e '.[bench]'")
+        raise ValueError("PyTorch must be installed, got none. Run pip install -e '.[bench]'.")
     from benchmarks import pytorch
 
     pytorch.best_device(cores())

@@ -1,4 +1,4 @@
-"""Cost of private local steps: DP-SGD, which clips every example's gradient, over plain steps of as many examples.
+"""Cost of a step of DP-SGD, which clips every example's gradient, relative to a plain step.
 
 python -m benchmarks.per_example
 """
@@ -24,11 +24,11 @@ from jaxfl.types import ClientData
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to time."""
+    """Options of the benchmark."""
 
     models: tuple[str, ...] = ("mlp", "lenet")
     batch_size: int = 32
-    """Of plain steps, and expected of private ones."""
+    """Examples of a plain step, and expected examples of a private step."""
     steps: int = 20
     chunks: tuple[int, ...] = (1, 4, 8, 16, 32)
     repeats: int = 5
@@ -36,7 +36,7 @@ class Config:
 
 
 def main(config: Config) -> None:
-    """Print milliseconds of a plain step, and how many of them a private step takes, by chunk."""
+    """Print the milliseconds of a plain step, and the cost of a private step in plain ones."""
     rows = []
     for name in config.models:
         plain = {"plain": _client(name, config, None)}
@@ -72,7 +72,7 @@ def main(config: Config) -> None:
 
 
 def _client(name: str, config: Config, chunk: int | None) -> Callable[[], Any]:
-    """The local steps of one client on bytes of the data's shape."""
+    """Return a call of one client's local steps on random bytes."""
     rng, shape = np.random.default_rng(0), (28, 28, 1)
     inputs = rng.integers(0, 256, (20 * config.batch_size, *shape), np.uint8)
     data = from_arrays(

@@ -1,4 +1,4 @@
-"""Rounds of its CIFAR-10 benchmark by pfl-research itself, as its documentation writes them.
+"""Rounds of pfl-research's CIFAR-10 benchmark by pfl-research itself, as in its documentation.
 
 python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.pfl_research 20
 """
@@ -29,23 +29,23 @@ CLIENTS, COHORT, EXAMPLES, BATCH_SIZE, RATE = 1000, 50, 50, 10, 0.1
 
 
 class Network(nn.Module):
-    """The benchmark's network with the two methods that pfl-research asks for."""
+    """The benchmark's network with the two methods that pfl-research needs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.network = pfl_cnn((32, 32, 3))
 
     def loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Mean cross-entropy."""
+        """Return the mean cross-entropy."""
         return F.cross_entropy(self.network(inputs), labels)
 
     def metrics(self, inputs: Tensor, labels: Tensor) -> dict[str, Any]:
-        """None: only training is timed."""
+        """Return no metrics, because only training is timed."""
         return {}
 
 
 class Clock(TrainingProcessCallback):
-    """When each round ended."""
+    """A callback that records when each round ended."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -53,15 +53,15 @@ class Clock(TrainingProcessCallback):
     def after_central_iteration(
         self, aggregate_metrics: Metrics, model: PyTorchModel, *, central_iteration: int
     ) -> tuple[bool, Metrics]:
-        """Go on."""
+        """Record the time, and continue."""
         self.times.append(time.perf_counter())
         return False, Metrics()
 
 
 def seconds_of(rounds: int) -> list[float]:
-    """Seconds of each round but the first, which warms up.
+    """Return the seconds of each round except the first, which warms up.
 
-    Images and labels are random: speed does not depend on what they show.
+    Images and labels are random, because speed does not depend on their content.
     """
     generator = torch.Generator().manual_seed(0)
     images = torch.rand((CLIENTS, EXAMPLES, 3, 32, 32), generator=generator)
@@ -71,7 +71,8 @@ def seconds_of(rounds: int) -> list[float]:
     ]
     network = Network()
     model = PyTorchModel(network, torch.optim.SGD, torch.optim.SGD(network.parameters(), lr=1.0))
-    np.random.seed(0)  # noqa: NPY002 - its samplers draw from here, alike in all processes
+    # The samplers draw from this generator, equally in all processes.
+    np.random.seed(0)  # noqa: NPY002
     dataset = FederatedDataset(users.__getitem__, get_user_sampler("random", range(CLIENTS)))
     clock = Clock()
     FederatedAveraging().run(

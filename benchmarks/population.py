@@ -1,9 +1,9 @@
-"""Seconds per round and memory of streamed populations, beside one whose client states are on the device.
+"""Seconds per round and memory of streamed populations, compared with states on the device.
 
 python -m benchmarks.population
 
-Each case in a process of its own, which take turns. Memory is the peak of a process's own, without the pages of files,
-which the system drops where it needs room.
+Each case has a process of its own, and the processes take turns. Memory is the peak of a process
+without pages of files, which the system drops if it needs room.
 """
 
 import dataclasses
@@ -36,26 +36,26 @@ from jaxfl.types import Clients, Lists
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """CENTAUR on digits: each client keeps the head of an MLP; Poisson cohorts."""
+    """Options of the benchmark: CENTAUR on digits with Poisson cohorts, a head on each client."""
 
     populations: tuple[int, ...] = (10_000, 100_000, 1_000_000)
-    """Streamed, each with the first of `cohorts`; the first also with its states on the device."""
+    """Streamed populations with the first of `cohorts`. The first one also runs on the device."""
     cohorts: tuple[int, ...] = (1_000, 100, 10_000)
-    """Expected numbers of participants; all but the first with the second of `populations`."""
+    """Expected cohorts. All but the first run with the second of `populations`."""
     hidden: tuple[int, ...] = (200, 64)
-    """Widths of the MLP; a head has 10 times the last one and 1 numbers."""
+    """Widths of the MLP. A head has 10 times as many numbers as the last width plus 1."""
     examples: int = 20
-    """Training examples of a client: 30 steps for its head, 2 for the extractor."""
+    """Training examples of a client, for 30 steps of its head and 2 of the extractor."""
     rounds: int = 5
     """Rounds of a turn, which are streamed without a pause."""
     turns: int = 7
-    """Turns of every case, one case after the other."""
+    """Number of turns of every case. The cases alternate."""
     out: pathlib.Path = OUT
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One process."""
+    """A case, which runs in a process of its own."""
 
     store: str
     population: int
@@ -63,7 +63,7 @@ class Case:
 
 
 def main(config: Config) -> None:
-    """Let the cases take turns, each in a process of its own, and print medians."""
+    """Run the cases in turn, each in a process of its own, and print medians."""
     first, cohort = config.populations[0], config.cohorts[0]
     cases = [
         Case("device", first, cohort),
@@ -79,7 +79,8 @@ def main(config: Config) -> None:
         there.close()
         pipes.append(here)
         processes.append(process)
-        here.recv()  # ready: compiling beside others would disturb nothing but patience
+        # The process is ready now. Cases compile one after the other.
+        here.recv()
     seconds: list[list[float]] = [[] for _ in cases]
     for _ in range(config.turns):
         for pipe, times in zip(pipes, seconds, strict=True):
@@ -96,9 +97,10 @@ def main(config: Config) -> None:
         }
         rows.append(row | {"memory_mb": memory / 1e6, "states_mb": states / 1e6})
     largest = rows[len(config.populations)]
-    headline = f"{largest['population']} clients streamed take {largest['over_device']:.2f} of the seconds of "
-    headline += (
-        f"{first} on the device, {largest['memory_mb']:.0f} MB against {rows[0]['memory_mb']:.0f}"
+    headline = (
+        f"{largest['population']} clients streamed take {largest['over_device']:.2f} of the "
+        f"seconds of {first} on the device, {largest['memory_mb']:.0f} MB against "
+        f"{rows[0]['memory_mb']:.0f}"
     )
     finish(
         config,
@@ -111,7 +113,7 @@ def main(config: Config) -> None:
 
 
 def serve(pipe: multiprocessing.connection.Connection, case: Case, config: Config) -> None:
-    """Run a turn whenever asked; in the end tell the peak of this process's own memory, and the size of its states."""
+    """Run a turn for each request, and finally send this process's peak memory and state size."""
     peak = [0]
     threading.Thread(target=watch, args=(peak,), daemon=True).start()
     model = mlp((8, 8, 1), 10, hidden=config.hidden)
@@ -144,7 +146,7 @@ def serve(pipe: multiprocessing.connection.Connection, case: Case, config: Confi
 
 
 def make(number: int, examples: int) -> Clients:
-    """Clients whose training examples are drawn from digits, with rows in a file of its own."""
+    """Make clients with random training examples of digits, whose rows are in a file."""
     digits, rng = load("digits"), np.random.default_rng(0)
     with tempfile.TemporaryFile() as file:
         train = np.memmap(file, np.int32, "w+", shape=(number, examples))
@@ -161,7 +163,7 @@ def make(number: int, examples: int) -> Clients:
 
 
 def watch(peak: list[int]) -> None:
-    """Follow this process's memory without the pages of files, which the system drops where it needs room."""
+    """Record the peak of this process's memory without pages of files, which can be dropped."""
     status = pathlib.Path("/proc/self/status")
     while True:
         line = next(line for line in status.read_text().splitlines() if line.startswith("RssAnon"))
@@ -170,7 +172,7 @@ def watch(peak: list[int]) -> None:
 
 
 def draw(rows: list[dict[str, Any]], populations: int) -> Figure:
-    """Seconds and memory against the population, and memory against the cohort."""
+    """Draw seconds and memory by population, and memory by cohort."""
     by_population = rows[1 : 1 + populations]
     by_cohort = sorted([by_population[1], *rows[1 + populations :]], key=lambda row: row["cohort"])
     figure, (seconds, memory, cohorts) = chart(12, 3.4, panels=3)

@@ -1,8 +1,8 @@
-"""The comparison: rounds of private federated learning as an experienced PyTorch user would write them for a CPU.
+"""Rounds of private federated learning as an experienced PyTorch user would write them for a CPU.
 
-No data loader, no optimizer objects where a fused update does, gradients taken straight from autograd, data in
-preallocated tensors in PyTorch's own layout. A round is everything: local training of every client, joint clipping,
-accumulation, noise, average, new server weights.
+The code has no data loader, no optimizer object if a fused update suffices, gradients directly from
+autograd, and data in preallocated tensors in PyTorch's own layout. A round includes local training
+of every client, joint clipping, accumulation, noise, average, and new server weights.
 """
 
 import multiprocessing.connection
@@ -19,7 +19,7 @@ Weights = list[Tensor]
 
 
 class LeNet(nn.Module):
-    """Two 5x5 convolutions (6, 16), ReLU, 2x2 max-pool; dense 120, 84, classes."""
+    """Two 5x5 convolutions (6, 16) with ReLU and 2x2 max-pool, then dense 120, 84, classes."""
 
     def __init__(self, input_shape: tuple[int, int, int] = (32, 32, 3), classes: int = 10) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class LeNet(nn.Module):
         self.head = nn.Linear(84, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
+        """Return logits."""
         x = F.max_pool2d(F.relu(self.conv1(x)), 2)
         x = F.max_pool2d(F.relu(self.conv2(x)), 2)
         x = F.relu(self.dense1(x.flatten(1)))
@@ -48,12 +48,15 @@ class Mlp(nn.Module):
         self.head = nn.Linear(200, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
+        """Return logits."""
         return self.head(F.relu(self.dense2(F.relu(self.dense1(x.flatten(1))))))
 
 
 class FedDpaCifar(nn.Module):
-    """FedDPA's network for CIFAR: three 3x3 convolutions (16, 32, 32) with pooling; dense 512, 128, classes."""
+    """FedDPA's network for CIFAR: three 3x3 convolutions with pooling, then dense layers.
+
+    The convolutions have 16, 32 and 32 channels, and the dense layers 512, 128, classes.
+    """
 
     def __init__(self, input_shape: tuple[int, int, int] = (32, 32, 3), classes: int = 10) -> None:
         super().__init__()
@@ -65,7 +68,7 @@ class FedDpaCifar(nn.Module):
         self.head = nn.Linear(128, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
+        """Return logits."""
         for layer in (self.conv1, self.conv2, self.conv3):
             x = F.max_pool2d(F.relu(layer(x)), 2)
         x = F.relu(self.dense1(x.flatten(1)))
@@ -73,7 +76,10 @@ class FedDpaCifar(nn.Module):
 
 
 class ResNet20(nn.Module):
-    """3x3 convolution; 3 stages of 3 residual blocks with 16, 32, 64 channels and GroupNorm; mean; classes."""
+    """A 3x3 convolution, 3 stages of 3 residual blocks with GroupNorm, a mean and a dense layer.
+
+    The stages have 16, 32 and 64 channels.
+    """
 
     def __init__(self, input_shape: tuple[int, int, int] = (32, 32, 3), classes: int = 10) -> None:
         super().__init__()
@@ -87,7 +93,7 @@ class ResNet20(nn.Module):
         self.head = nn.Linear(64, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
+        """Return logits."""
         x = F.relu(self.norm[0](self.conv[0](x)))
         for i in range(1, len(self.conv), 2):
             y = F.relu(self.norm[i](self.conv[i](x)))
@@ -99,19 +105,22 @@ class ResNet20(nn.Module):
 
 
 class Residual(nn.Module):
-    """ReLU of the sum of two paths."""
+    """A residual block, the ReLU of the sum of two paths."""
 
     def __init__(self, path: nn.Module, shortcut: nn.Module) -> None:
         super().__init__()
         self.path, self.shortcut = path, shortcut
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps."""
+        """Return the block's maps."""
         return F.relu(self.path(x) + self.shortcut(x))
 
 
 class Transformer(nn.Module):
-    """Token and position embeddings, causal blocks (layer normalisation first, GELU), layer normalisation, a head."""
+    """A causal transformer with token and position embeddings.
+
+    Blocks have layer normalisation first, and GELU. A last normalisation and a head follow.
+    """
 
     def __init__(
         self,
@@ -129,7 +138,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of all positions, one after the other."""
+        """Return the logits of all positions, flattened."""
         x = self.embed(tokens) + self.position
         for block in self.blocks:
             x = block(x)
@@ -137,7 +146,7 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention by PyTorch's own fused kernel, then two dense layers."""
+    """A block of attention, by PyTorch's own fused kernel, and two dense layers."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -147,7 +156,7 @@ class Block(nn.Module):
         self.hidden, self.hidden_out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's outputs, of the shape of its inputs."""
+        """Return the block's outputs, which have the shape of its inputs."""
         batch, length, width = x.shape
         parts = (
             self.attention(self.norm1(x))
@@ -160,7 +169,7 @@ class Block(nn.Module):
 
 
 def pfl_cnn(_input_shape: tuple[int, int, int]) -> nn.Module:
-    """The CNN of pfl-research's CIFAR-10 benchmark."""
+    """Build the CNN of pfl-research's CIFAR-10 benchmark."""
     maps = [
         nn.Conv2d(3, 32, 3),
         nn.ReLU(),
@@ -183,14 +192,20 @@ NETWORKS = {
 
 
 def best_device(threads: int) -> str:
-    """An accelerator where PyTorch has one, with the precision that JAX takes there; else the CPU and its threads."""
+    """Return PyTorch's accelerator, with JAX's precision there, or the CPU with its threads."""
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("high")
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def tensors(inputs: np.ndarray, labels: np.ndarray, device: str = "cpu") -> tuple[Tensor, Tensor]:
-    """Float32 inputs [C, N, H, W, channels] and labels [C, N] as tensors, inputs [C, N, channels, H, W]."""
+    """Convert inputs and labels to tensors, with channels before height and width.
+
+    Args:
+        inputs: Images `[C, N, H, W, channels]` in float32.
+        labels: Labels `[C, N]`.
+        device: Device of the tensors.
+    """
     images = torch.from_numpy(
         np.ascontiguousarray(inputs.transpose(0, 1, 4, 2, 3), dtype=np.float32)
     )
@@ -198,7 +213,7 @@ def tensors(inputs: np.ndarray, labels: np.ndarray, device: str = "cpu") -> tupl
 
 
 def wait(device: str) -> None:
-    """Until the device has done what it was given."""
+    """Wait until the device has finished its work."""
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -214,17 +229,18 @@ def fedavg_round(
     clip: float = 1.0,
     noise_multiplier: float = 1.0,
 ) -> None:
-    """One round of DP-FedAvg over all clients; updates the network in place.
+    """Run a round of DP-FedAvg over all clients, which updates the network in place.
 
     Args:
-        network: holds the server's weights.
-        inputs: [C, N, channels, H, W], or tokens [C, N, L]; N at least steps * batch_size (else batches start again).
-        labels: [C, N], or of all positions [C, N, L].
-        batch_size: examples per local step.
-        steps: local SGD steps per client.
-        lr: local learning rate.
-        clip: bound on the L2 norm of a client's whole update.
-        noise_multiplier: std of the noise on the sum, as a ratio of `clip`.
+        network: Network with the server's weights.
+        inputs: Images `[C, N, channels, H, W]`, or tokens `[C, N, L]`. If N is below
+            `steps * batch_size`, batches start again.
+        labels: Labels `[C, N]`, or `[C, N, L]` of all positions.
+        batch_size: Examples per local step.
+        steps: Local SGD steps per client.
+        lr: Local learning rate.
+        clip: Bound on the joint L2 norm of a client's update.
+        noise_multiplier: Std of the noise on the sum, divided by `clip`.
     """
     local: Weights = list(network.parameters())
     server = [p.detach().clone() for p in local]
@@ -255,7 +271,7 @@ def vmapped_round(
     clip: float = 1.0,
     noise_multiplier: float = 1.0,
 ) -> None:
-    """`fedavg_round` with `chunk` clients at a time, by `torch.func.vmap`."""
+    """Run `fedavg_round` with `chunk` clients at a time, by `torch.func.vmap`."""
     server = {name: weights.detach().clone() for name, weights in network.named_parameters()}
 
     def loss(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -300,27 +316,30 @@ def feddpa_round(
     noise_multiplier: float = 1.0,
     published: bool = False,
 ) -> None:
-    """One round of FedDPA over all clients; updates the network and the personal weights in place.
+    """Run a round of FedDPA over all clients, which updates network and personal weights in place.
 
-    Per client: Fisher masks from the old personal weights, stage A on the personal part, stage B on the shared one.
+    A client computes Fisher masks from its old personal weights. It then trains the personal part
+    in stage A, and the shared part in stage B.
 
     Args:
-        network: holds the server's weights.
-        personal: per client, all weights of its own model.
-        inputs: [C, N, channels, H, W].
-        labels: [C, N].
-        batch_size: examples per local step.
-        epochs: of each stage.
-        lr: of Adam, fresh in each stage.
-        threshold: normalised Fisher information from which a weight is personal.
-        lambda1: of the distance of the personal part to the server's weights, in stage A.
-        lambda2: of the distance of the shared update's norm to `clip`, in stage B.
-        clip: bound on the L2 norm of a client's whole update.
-        noise_multiplier: std of the noise on the sum, as a ratio of `clip`.
-        published: take the Fisher diagonal as the published code does, and not the faster way.
+        network: Network with the server's weights.
+        personal: All weights of each client's own model.
+        inputs: Images `[C, N, channels, H, W]`.
+        labels: Labels `[C, N]`.
+        batch_size: Examples per local step.
+        epochs: Epochs of each stage.
+        lr: Learning rate of Adam, whose state is new in each stage.
+        threshold: Normalised Fisher information from which a weight is personal.
+        lambda1: Weight of the personal part's distance to the server's weights, in stage A.
+        lambda2: Weight of the distance of the shared update's norm to `clip`, in stage B.
+        clip: Bound on the joint L2 norm of a client's update.
+        noise_multiplier: Std of the noise on the sum, divided by `clip`.
+        published: Whether to compute the Fisher diagonal as the published code does. Otherwise a
+            faster way is taken.
 
     References:
-        Yang et al., Dynamic Personalized Federated Learning with Adaptive Differential Privacy, NeurIPS 2023.
+        Yang et al., Dynamic Personalized Federated Learning with Adaptive Differential Privacy,
+            NeurIPS 2023.
     """
     local: Weights = list(network.parameters())
     server = [p.detach().clone() for p in local]
@@ -345,7 +364,7 @@ def feddpa_round(
 
 
 def fisher_diagonal(network: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
-    """Mean over examples of (d log p(y|x) / dw)^2, one example at a time."""
+    """Return the mean over examples of (d log p(y|x) / dw)^2, one example at a time."""
     weights = list(network.parameters())
     total = [torch.zeros_like(w) for w in weights]
     for image, label in zip(x, y):
@@ -357,10 +376,10 @@ def fisher_diagonal(network: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
 
 
 def published_fisher(network: nn.Module, x: Tensor, y: Tensor, batch_size: int) -> list[Tensor]:
-    """`fisher_diagonal` as FedDPA's published code takes it.
+    """Return `fisher_diagonal` as FedDPA's published code computes it.
 
-    A forward pass by batch, and for each example a backward pass through the graph of its whole batch, whose gradients
-    could be differentiated again.
+    The code runs a forward pass for each batch. For each example it runs a backward pass through
+    the graph of the full batch, with gradients that could be differentiated again.
     """
     weights = list(network.parameters())
     total = [torch.zeros_like(w) for w in weights]
@@ -388,7 +407,7 @@ def _adam_epochs(
     strength: float,
     target: float,
 ) -> None:
-    """Epochs of masked Adam on cross-entropy + strength / 2 * | ||mask * (w - server)|| - target |."""
+    """Run masked Adam on cross-entropy + strength / 2 * | ||mask * (w - server)|| - target |."""
     local: Weights = list(network.parameters())
     optimizer = torch.optim.Adam(local, lr=lr)
     for start in list(range(0, len(x), batch_size)) * epochs:
@@ -397,7 +416,7 @@ def _adam_epochs(
         )
         gradients = list(torch.autograd.grad(loss, local))
         with torch.no_grad():
-            # The penalty's gradient in closed form: cheaper than building its graph.
+            # The penalty's gradient in closed form is cheaper than its graph.
             moved = torch._foreach_mul(torch._foreach_sub(local, server), mask)
             norm = torch.stack(torch._foreach_norm(moved)).norm()
             if norm > 0:
@@ -412,7 +431,7 @@ def _adam_epochs(
 
 
 def _normalize(fisher: Weights) -> list[Tensor]:
-    """Min-max of each tensor to [0, 1]; a constant one becomes 0."""
+    """Scale each tensor to [0, 1] by its least and largest value. A constant tensor becomes 0."""
     spans = [(f.min(), f.max()) for f in fisher]
     return [
         (f - low) / (high - low) if high > low else torch.zeros_like(f)
@@ -434,7 +453,7 @@ def _accumulate(total: Weights, local: Weights, server: Weights, clip: float) ->
 
 
 def _finish(local: Weights, server: Weights, total: Weights, std: float, count: int) -> None:
-    """Server weights plus the noisy average."""
+    """Add the noisy average to the server's weights."""
     with torch.no_grad():
         for weight, old, sum_ in zip(local, server, total):
             weight.copy_(old + (sum_ + std * torch.randn_like(sum_)) / count)
@@ -449,17 +468,17 @@ def two_processes(
     input_shape: tuple[int, int, int],
     **options,
 ) -> list[float]:
-    """Seconds of each `fedavg_round` over two processes of one thread, each with half of the clients.
+    """Return the seconds of `fedavg_round` over two processes, each with half of the clients.
 
-    The average over the two halves is left out, in PyTorch's favour.
+    Each process has one thread. The average over the two halves is left out, in PyTorch's favour.
 
     Args:
-        name: of the network.
-        inputs: [C, N, H, W, channels], float32.
-        labels: [C, N].
-        rounds: timed rounds, after one for warming up.
-        input_shape: (H, W, channels) for which the network is made.
-        **options: for `fedavg_round`.
+        name: Name of the network.
+        inputs: Images `[C, N, H, W, channels]` in float32.
+        labels: Labels `[C, N]`.
+        rounds: Number of timed rounds, after one to warm up.
+        input_shape: Shape (H, W, channels) for which the network is built.
+        **options: Further arguments of `fedavg_round`.
     """
     context = torch.multiprocessing.get_context("spawn")
     barrier = context.Barrier(3)

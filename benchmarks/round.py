@@ -1,19 +1,25 @@
-"""Where a round's time goes: sampling, gather, local steps, Fisher, masks, clip, noise, the rest; and evaluation.
+"""Time of each part of a round, and of an evaluation.
 
 python -m benchmarks.round
 
-Method. One compiled round is timed, and in turn with it each part in a program of its own, on the round's shapes and
-devices and in a loop over clients like the engine's, whose sum keeps the compiler from dropping any of it:
+A compiled round is timed in turn with each of its parts. A part has a program of its own, with the
+round's shapes and devices, and a loop over clients like the engine's. The loop sums over clients,
+so that the compiler drops nothing:
 
-- sampling: a cohort of all clients is drawn and listed.
-- gather: the local training loop (order, gather, layout of batches) with a model that only adds up its inputs.
-- Fisher, masks (FedDPA): the Fisher diagonal of every client's weights; normalised, compared, merged.
-- local steps: `client_update` of every client, less gather, Fisher and masks.
-- clip: of an update per client. Noise: one draw for the sum, at the server.
-- rest: what is left of the round: sums over clients and devices, health checks, client states, ledger, server step,
-  and what parts cost less, or more, alone than together; it may be negative.
+- sampling: Draw and list a cohort of all clients.
+- gather: Run the local training loop (order, gather, layout of batches) with a model that only adds
+  its inputs.
+- Fisher, masks (FedDPA): Compute the Fisher diagonal of every client's weights, then normalise,
+  compare and merge.
+- local steps: Run `client_update` of every client, minus gather, Fisher and masks.
+- clip: Clip an update per client.
+- noise: Draw noise once for the sum, at the server.
+- rest: The remaining time of the round. It has sums over clients and devices, health checks, client
+  states, ledger, and server step. It also has the difference between parts alone and together, so
+  it may be negative.
 
-Beside them: bare local training (see `benchmarks.bare`) and the evaluation of all clients, both as shares of the round.
+Bare local training (see `benchmarks.bare`) and the evaluation of all clients are timed too, as
+shares of the round.
 """
 
 import dataclasses
@@ -55,11 +61,11 @@ from jaxfl.types import Algorithm, Clients, Tree
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to time."""
+    """Options of the benchmark."""
 
     workloads: tuple[Name, ...] = tuple(WORKLOADS)
     tests: int = 100
-    """Test examples of each client."""
+    """Number of test examples of each client."""
     repeats: int = 7
     out: pathlib.Path = OUT
 
@@ -133,7 +139,7 @@ def _parts(
     server: Any,
     states: States,
 ) -> dict[str, Callable[[], Any]]:
-    """A program for each part, on the round's shapes."""
+    """Return a program for each part, with the round's shapes."""
     key, model, mechanism = jax.random.key(0), algorithm.model, algorithm.mechanism
     clients, by_client = population.clients, P("clients")
 
@@ -173,9 +179,9 @@ def _parts(
         return merge(personal, old, server.params)
 
     def clipped(slot: Array, server: Any, states: States, clients: Clients) -> Tree:
-        return clip(jax.tree.map(lambda leaf: leaf * (1 + slot), server.params), mechanism.clip)[
-            0
-        ]  # differs by client
+        # The update differs by client, so that the compiler cannot move it out of the loop.
+        update = jax.tree.map(lambda leaf: leaf * (1 + slot), server.params)
+        return clip(update, mechanism.clip)[0]
 
     draw, noise = jax.jit(sampling), jax.jit(add_gaussian)
     programs = {

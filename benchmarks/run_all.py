@@ -1,4 +1,4 @@
-"""All benchmarks, each in a process of its own, and a table of what they found.
+"""All benchmarks, each in a process of its own, and a table of their results.
 
 python -m benchmarks.run_all --quick
 """
@@ -23,18 +23,18 @@ from benchmarks.workloads import WORKLOADS
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to run."""
+    """Options of the command."""
 
     quick: bool = False
-    """Fewer sizes and repeats: under 10 minutes on two cores."""
+    """Whether to run fewer sizes and repeats, in under 10 minutes on two cores."""
     vs: Literal["torch"] | None = None
-    """Throughput beside an equal PyTorch loop too (extra `[bench]`)."""
+    """Library whose equal loop is timed for comparison (extra `[bench]`)."""
     out: pathlib.Path = OUT
-    """Tables as JSON, and PNGs."""
+    """Folder for the tables as JSON, and for PNGs."""
 
 
 def jobs(quick: bool, vs: str | None) -> dict[str, list[str]]:
-    """Arguments after `python` of each benchmark, by the name of its files."""
+    """Return the arguments after `python` of each benchmark by the name of its files."""
     beside = ["--vs", vs] if vs else []
     options_of = {
         f"throughput_{name}": ["throughput", "--workload", name, *beside] for name in WORKLOADS
@@ -107,17 +107,22 @@ def jobs(quick: bool, vs: str | None) -> dict[str, list[str]]:
 
 
 def run(jobs: Mapping[str, Sequence[str]], out: pathlib.Path) -> int:
-    """Run them one after the other and print what each found; 1 if any failed, else 0.
+    """Run jobs one after the other, and print the result of each.
 
     Args:
-        jobs: arguments after `python`, by the name of the JSON file with the result's `headline` in `out`.
-        out: where the files are.
+        jobs: Arguments after `python` by name. A job writes a JSON file of this name into `out`,
+            with the result's `headline`.
+        out: Folder of the files.
+
+    Returns:
+        1 if a job failed, or else 0.
     """
     table, failed = Table("benchmark", "seconds", "result"), []
     for name, arguments in jobs.items():
         print(f"== {name}", flush=True)
         path = out / f"{name}.json"
-        path.unlink(missing_ok=True)  # an older result is none
+        # An older result must not count as this one.
+        path.unlink(missing_ok=True)
         start = time.monotonic()
         ended = subprocess.run(
             [sys.executable, *arguments, "--out", str(out)], check=False
@@ -135,13 +140,18 @@ def run(jobs: Mapping[str, Sequence[str]], out: pathlib.Path) -> int:
 
 
 def main(config: Config) -> int:
-    """Run all, or say what is not installed."""
+    """Run all benchmarks.
+
+    Raises:
+        ValueError: PyTorch is requested, but not installed.
+    """
     if config.vs and importlib.util.find_spec("torch") is None:
         raise ValueError(
-            f"vs={config.vs!r}: PyTorch is not installed; pip install -e '.[bench]', or leave --vs out"
+            f"vs must be left out without PyTorch, got {config.vs!r}. Run "
+            "pip install -e '.[bench]', or leave out --vs."
         )
     if not config.vs:
-        print("no comparison with PyTorch: give --vs torch (extra [bench])")
+        print("PyTorch is not compared. Give --vs torch to compare it (extra [bench]).")
     return run(jobs(config.quick, config.vs), config.out)
 
 

@@ -1,10 +1,11 @@
-"""Client updates per second on 1 to 8 CPU devices, and in several processes of a device each, whatever the machine has.
+"""Client updates per second on 1 to 8 CPU devices, and in several processes with a device each.
 
 python -m benchmarks.scaling
 
-Each number in a process of its own (or in those that `jaxfl.launch` starts, whose sums go through sockets), one after
-the other: absolute figures drift with the machine's speed, so that the product of matrices measured in turn with the
-rounds stands beside them. More devices than cores show what they cost.
+Each number has a process of its own, or processes that `jaxfl.launch` starts and whose sums go
+through sockets. The measurements follow each other, so absolute values drift with the machine's
+speed. A matrix product, measured in turn with the rounds, is therefore shown too. Runs with more
+devices than cores show the cost of devices.
 """
 
 import dataclasses
@@ -29,20 +30,20 @@ from jaxfl.engine.mesh import place
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to time."""
+    """Options of the benchmark."""
 
     workload: Name = "lenet"
     clients: int = 48
-    """A number that all numbers of devices divide, where no padding is to be timed."""
+    """Number of clients. Choose a multiple of all numbers of devices to time no padding."""
     devices: tuple[int, ...] = (1, 2, 4, 8)
     processes: tuple[int, ...] = (2, 4)
-    """Of a device each."""
+    """Numbers of processes with one device each."""
     repeats: int = 7
     out: pathlib.Path = OUT
 
 
 def main(config: Config) -> None:
-    """Time each number of devices apart."""
+    """Time each number of devices in a process of its own."""
     rows = []
     for devices in config.devices:
         forced = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
@@ -86,7 +87,7 @@ def main(config: Config) -> None:
 
 
 def measure(workload: Name, clients: int, repeats: int) -> dict[str, float]:
-    """Clients per second on all devices, and the share of the matrix-product peak."""
+    """Return clients per second on all devices, and the share of the matrix-product peak."""
     work = dataclasses.replace(WORKLOADS[workload], clients=clients)
     population = place(clients_of(*examples_of(work)))
     product, flops = matrix_product(population)

@@ -1,4 +1,4 @@
-"""Time that a sweep saves: the points of DP-pFedDSU's lambda in one compiled program, against a run for each.
+"""Time of a sweep over DP-pFedDSU's lambda in one compiled program, relative to a run for each.
 
 python -m benchmarks.sweep
 """
@@ -25,7 +25,7 @@ from jaxfl.privacy import Full
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to time: DP-pFedDSU's cpu scale."""
+    """Options of the benchmark, with sizes of DP-pFedDSU for a CPU."""
 
     points: int = 7
     clients: int = 20
@@ -35,7 +35,7 @@ class Config:
 
 
 def main(config: Config) -> None:
-    """Print seconds from nothing to the last result, compilation included."""
+    """Print the seconds to the last result, including compilation."""
     rng = np.random.default_rng(0)
     inputs = rng.integers(0, 256, (config.clients * config.examples, 32, 32, 3), np.uint8)
     labels = rng.integers(0, 10, len(inputs))
@@ -74,8 +74,14 @@ def main(config: Config) -> None:
     rows = [
         {"way": name, "seconds": s, "of_a_run_for_each": s / first} for name, s in seconds.items()
     ]
-    title = f"{config.points} points, {config.clients} clients of {config.examples} examples, {config.rounds} rounds"
-    headline = f"one program takes {seconds['sweep, one after the other'] / first:.2f} of the time of a run for each"
+    title = (
+        f"{config.points} points, {config.clients} clients of {config.examples} examples, "
+        f"{config.rounds} rounds"
+    )
+    headline = (
+        f"one program takes {seconds['sweep, one after the other'] / first:.2f} of the time of a "
+        "run for each"
+    )
     finish(config, "sweep", headline, rows, bars(seconds, "seconds", title))
 
 

@@ -1,4 +1,4 @@
-"""A round of a small transformer, and of a gated recurrent unit, on tokens, beside an equal PyTorch loop.
+"""A round of a small transformer and of a gated recurrent unit, compared with a PyTorch loop.
 
 python -m benchmarks.text --vs torch
 """
@@ -30,30 +30,32 @@ VOCABULARY, LENGTH = 80, 128
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to time."""
+    """Options of the benchmark."""
 
     models: tuple[Literal["transformer", "gru"], ...] = ("transformer", "gru")
     clients: int = 50
     steps: int = 5
     batch_size: int = 8
     chunk: int | None = None
-    """Clients vectorised at a time on each device (default: 1 on a CPU)."""
+    """Clients vectorised at a time on each device. None stands for 1 on a CPU."""
     repeats: int = 7
-    """Timed rounds of each kind, taken in turn; at least 5."""
+    """Number of timed rounds of each kind, taken in turn, at least 5."""
     vs: Literal["torch"] | None = None
-    """Also run an equal PyTorch loop in turn (extra `[bench]`), on the accelerator where PyTorch has one."""
+    """Library whose equal loop runs in turn (extra `[bench]`), on its accelerator if it has one."""
     out: pathlib.Path = OUT
 
 
 def main(config: Config) -> None:
-    """Print seconds of a round, the ratio to PyTorch's, and the share of the matrix-product peak."""
+    """Print the seconds of a round, their ratio to PyTorch, and the share of the peak."""
     if config.repeats < 5:
         raise ValueError(
-            f"repeats={config.repeats!r}: give at least 5, medians of fewer say little"
+            f"repeats must be at least 5, got {config.repeats!r}. Give more, because medians of "
+            "fewer vary too much."
         )
     if config.vs and importlib.util.find_spec("torch") is None:
         raise ValueError(
-            f"vs={config.vs!r}: PyTorch is not installed; pip install -e '.[bench]', or leave --vs out"
+            f"vs must be left out without PyTorch, got {config.vs!r}. Run "
+            "pip install -e '.[bench]', or leave out --vs."
         )
     rows: list[dict[str, Any]] = []
     shape = (config.clients, config.steps * config.batch_size, LENGTH)
@@ -108,9 +110,10 @@ def main(config: Config) -> None:
 
 
 def forward_flops(model: Model) -> float:
-    """Operations of the matrix products of one example's forward pass, a multiply-add as two; all scores count.
+    """Return the operations of the matrix products in one example's forward pass.
 
-    A loop's body counts once for each position. Looking up embeddings is free.
+    A multiply-add counts as two operations, and all attention scores count. A loop's body counts
+    once for each position. Looking up embeddings is free.
     """
     params, tokens = jax.eval_shape(model.init, jax.random.key(0)), np.zeros((1, LENGTH), np.int32)
     forward = list(products(jax.make_jaxpr(model.apply)(params, tokens).jaxpr))

@@ -1,4 +1,4 @@
-"""Client updates per second of one federated round, compile time apart, beside an equal PyTorch loop.
+"""Client updates per second of a federated round without compilation, compared with PyTorch.
 
 python -m benchmarks.throughput --workload lenet --vs torch
 """
@@ -34,31 +34,33 @@ from jaxfl.engine.mesh import place
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to time."""
+    """Options of the benchmark."""
 
     workload: Name = "lenet"
     clients: int | None = None
-    """Number of clients (default: the workload's)."""
+    """Number of clients. None takes that of the workload."""
     chunk: int | None = None
-    """Clients vectorised at a time on each device (default: 1 on a CPU, up to 128 elsewhere)."""
+    """Clients vectorised at a time on each device. None takes 1 on a CPU, up to 128 elsewhere."""
     devices: int | None = None
-    """How many devices (default: all; on a CPU one per core)."""
+    """Number of devices. None takes all, which on a CPU is one per core."""
     repeats: int = 7
-    """Timed rounds of each kind, taken in turn; at least 5."""
+    """Number of timed rounds of each kind, taken in turn, at least 5."""
     vs: Literal["torch"] | None = None
-    """Also run an equal PyTorch loop in turn (extra `[bench]`), on the accelerator where PyTorch has one."""
+    """Library whose equal loop runs in turn (extra `[bench]`), on its accelerator if it has one."""
     out: pathlib.Path = OUT
 
 
 def main(config: Config) -> None:
-    """Time the rounds in turn; print medians, and the share of the matrix-product peak measured beside them."""
+    """Time the rounds in turn with a matrix product, and print medians and shares of its peak."""
     if config.repeats < 5:
         raise ValueError(
-            f"repeats={config.repeats!r}: give at least 5, medians of fewer say little"
+            f"repeats must be at least 5, got {config.repeats!r}. Give more, because medians of "
+            "fewer vary too much."
         )
     if config.vs and importlib.util.find_spec("torch") is None:
         raise ValueError(
-            f"vs={config.vs!r}: PyTorch is not installed; pip install -e '.[bench]', or leave --vs out"
+            f"vs must be left out without PyTorch, got {config.vs!r}. Run "
+            "pip install -e '.[bench]', or leave out --vs."
         )
     work = WORKLOADS[config.workload]
     work = dataclasses.replace(work, clients=config.clients or work.clients)
@@ -111,12 +113,16 @@ def main(config: Config) -> None:
         "seconds": seconds,
     }
     print(
-        f"{config.workload}: {work.clients} clients, {work.steps} steps, batch {work.batch_size}, chunk {chunk}; "
-        f"compile {compiled.compile_s:.2f} s, temporaries {compiled.temporary_mb:.0f} MB, peak of the process "
-        f"{facts['peak_mb']:.0f} MB; exact Fisher diagonal: {facts['fisher_over_gradient']:.2f} plain gradients; "
-        f"matrix products: {facts['peak_gflop_per_s']:.0f} GFLOP/s"
+        f"{config.workload}: {work.clients} clients, {work.steps} steps, batch {work.batch_size}, "
+        f"chunk {chunk}; compile {compiled.compile_s:.2f} s, temporaries "
+        f"{compiled.temporary_mb:.0f} MB, peak of the process {facts['peak_mb']:.0f} MB; exact "
+        f"Fisher diagonal: {facts['fisher_over_gradient']:.2f} plain gradients; matrix products: "
+        f"{facts['peak_gflop_per_s']:.0f} GFLOP/s"
     )
-    headline = f"{rows[0]['clients_per_s']:.4g} clients/s, {100 * shares['jaxfl']:.0f}% of the matrix-product peak"
+    headline = (
+        f"{rows[0]['clients_per_s']:.4g} clients/s, {100 * shares['jaxfl']:.0f}% of the "
+        "matrix-product peak"
+    )
     for name, times in ratios.items():
         if name == "bare local training":
             headline += f", {100 * (1 / times - 1):+.1f}% over bare training"
@@ -166,7 +172,7 @@ def _torch_rounds(
 
 
 def torch_tensors(inputs: np.ndarray, labels: np.ndarray, device: str = "cpu") -> tuple[Any, Any]:
-    """Examples as PyTorch takes them, normalised."""
+    """Return normalised examples as PyTorch's tensors."""
     from benchmarks import pytorch
 
     return pytorch.tensors(_floats(inputs), labels, device)
@@ -182,7 +188,7 @@ def _torch_processes(
 
 
 def _floats(inputs: np.ndarray) -> np.ndarray:
-    """Normalised once, outside the timing, in PyTorch's favour."""
+    """Normalise inputs once, outside the timing, in PyTorch's favour."""
     return inputs.astype(np.float32) * np.float32(2 / 255) - 1
 
 

@@ -1,4 +1,4 @@
-"""Cost of exact top-k masks: against other ways to find them, and as a share of a local step that searches them anew.
+"""Cost of exact top-k masks, relative to other ways and to a local step that searches for them.
 
 python -m benchmarks.top_k
 """
@@ -27,11 +27,11 @@ from jaxfl.types import ClientData
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to time."""
+    """Options of the benchmark."""
 
     density: float = 0.05
     batch_size: int = 100
-    """Of the local steps (the DP-pFedDSU paper's setting)."""
+    """Batch size of the local steps, as in the DP-pFedDSU paper."""
     repeats: int = 9
     out: pathlib.Path = OUT
 
@@ -42,7 +42,8 @@ def _by_top_k(values: Array, count: int) -> Array:
 
 
 def _by_sorting(values: Array, count: int) -> Array:
-    return jnp.abs(values) >= jnp.sort(jnp.abs(values))[-count]  # ties: too many
+    # Ties select too many values.
+    return jnp.abs(values) >= jnp.sort(jnp.abs(values))[-count]
 
 
 def _by_bits(values: Array, count: int) -> Array:
@@ -52,7 +53,8 @@ def _by_bits(values: Array, count: int) -> Array:
         higher = threshold | (1 << (30 - i))
         return jnp.where(jnp.sum((bits >= higher).astype(jnp.float32)) >= count, higher, threshold)
 
-    return bits >= lax.fori_loop(0, 31, raise_bit, jnp.int32(0))  # ties: too many
+    # Ties select too many values.
+    return bits >= lax.fori_loop(0, 31, raise_bit, jnp.int32(0))
 
 
 WAYS: dict[str, Callable[[Array, int], Array]] = {
@@ -64,7 +66,7 @@ WAYS: dict[str, Callable[[Array, int], Array]] = {
 
 
 def main(config: Config) -> None:
-    """Print microseconds of each way, and the share of a local step."""
+    """Print the microseconds of each way, and the masks' share of a local step."""
     rows = []
     for size in (48_000, 36_864, 10_080):
         count = int(config.density * size)
@@ -89,7 +91,7 @@ def main(config: Config) -> None:
 
 
 def _repeated(way: Callable[[Array, int], Array], values: Array, count: int) -> Callable[[], Any]:
-    """20 searches, each of values that depend on the one before."""
+    """Return a call of 20 searches, each in values that depend on the search before."""
 
     def body(_: Array, v: Array) -> Array:
         return jnp.where(way(v, count), v, v * 0.999)
@@ -99,7 +101,7 @@ def _repeated(way: Callable[[Array, int], Array], values: Array, count: int) -> 
 
 
 def _client(name: str, source: Any, config: Config) -> Callable[[], Any]:
-    """One client's extractor steps (one pass for the head on cached features)."""
+    """Return a call of one client's extractor steps, with one pass of the head on its features."""
     rng = np.random.default_rng(0)
     inputs = rng.integers(0, 256, (4 * config.batch_size, 32, 32, 3), np.uint8)
     data = from_arrays(

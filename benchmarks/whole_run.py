@@ -1,12 +1,14 @@
-"""The 1,500 rounds of pfl-research's CIFAR-10 benchmark beside pfl-research itself, by a few rounds of each in turn.
+"""The 1,500 rounds of pfl-research's CIFAR-10 benchmark, compared with pfl-research itself.
 
 pip install "torch==2.13.0" multiprocess dill prv-accountant && pip install --no-deps pfl==0.6.0
 python -m benchmarks.whole_run
 
-1,000 clients of 50 examples, 50 of them in a round, one pass in batches of 10, its CNN of 1.6 million parameters with
-dropout, no privacy. Only rounds are timed: neither evaluations, nor what comes before the first. pfl-research runs in
-fresh processes, one with all cores as threads, and one for each core with a thread of its own. (Without `--no-deps` its
-installation takes an older dp-accounting than this library's.)
+A few rounds of each library run in turn. There are 1,000 clients of 50 examples, and 50 of them
+take part in a round. A client trains one pass in batches of 10, with the benchmark's CNN of 1.6
+million parameters and dropout. There is no privacy. Only rounds are timed, without evaluations and
+without the time before the first round. pfl-research runs in new processes: a single one with all
+cores as threads, and one process per core with one thread each. Without `--no-deps` its
+installation replaces dp-accounting by an older version than this library needs.
 """
 
 import dataclasses
@@ -39,18 +41,18 @@ from jaxfl.privacy import FixedSize, Mechanism
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to time."""
+    """Options of the benchmark."""
 
     rounds: int = 10
-    """Of each framework in a turn."""
+    """Number of rounds of each library in a turn."""
     turns: int = 5
     out: pathlib.Path = OUT
 
 
 def main(config: Config) -> None:
-    """Time rounds in turn, and say how long 1,500 of them are."""
+    """Time rounds in turn, and print the duration of 1,500 of them."""
     if importlib.util.find_spec("pfl") is None:
-        raise SystemExit(f"pfl-research is missing: {__doc__.splitlines()[2]}")
+        raise SystemExit(f"pfl must be installed, got none. Run {__doc__.splitlines()[2]}.")
     from benchmarks import pfl_research as theirs
 
     work = dataclasses.replace(
@@ -93,7 +95,7 @@ def main(config: Config) -> None:
 
 
 def _pfl_research(rounds: int, processes: int) -> list[float]:
-    """Seconds of its rounds with so many processes, which share the cores."""
+    """Return the seconds of pfl-research's rounds with several processes, which share the cores."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command = [sys.executable, *launch, "-m", "benchmarks.pfl_research", str(rounds)]
     environment = os.environ | {"OMP_NUM_THREADS": str(cores() // processes)}

@@ -1,4 +1,4 @@
-"""The kinds of rounds that are measured: their data, their programs, and the FLOPs of their models."""
+"""Workloads of the benchmarks, with their data, their programs, and the FLOPs of their models."""
 
 import dataclasses
 import functools
@@ -32,7 +32,10 @@ Name = Literal["lenet", "mlp", "feddpa_cnn", "resnet20", "feddpa", "pfl_cnn"]
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """One kind of round: every client takes `steps` SGD steps, or (`feddpa`) a whole FedDPA round of so many."""
+    """A kind of round, in which every client takes `steps` SGD steps.
+
+    With `feddpa`, a client runs a full FedDPA round with this number of steps.
+    """
 
     model: str
     input_shape: tuple[int, int, int]
@@ -53,11 +56,14 @@ WORKLOADS: dict[Name, Workload] = {
     "feddpa": dataclasses.replace(_FEDDPA_CNN, feddpa=True),
     "pfl_cnn": Workload("pfl_cnn", (32, 32, 3), clients=50, examples=50, batch_size=10, steps=5),
 }
-"""All but the last, a module as users write it, are networks of the library."""
+"""Workloads by name. `pfl_cnn` is a Flax module as users write it, others have our networks."""
 
 
 def examples_of(work: Workload) -> tuple[np.ndarray, np.ndarray]:
-    """Random images [C, N, H, W, channels] as bytes, and labels [C, N]: speed does not depend on what they show."""
+    """Draw random images `[C, N, H, W, channels]` as bytes, and labels `[C, N]`.
+
+    They may be random, because speed does not depend on their content.
+    """
     rng = np.random.default_rng(0)
     shape = (work.clients, work.examples)
     return rng.integers(0, 256, (*shape, *work.input_shape), np.uint8), rng.integers(
@@ -66,7 +72,7 @@ def examples_of(work: Workload) -> tuple[np.ndarray, np.ndarray]:
 
 
 def clients_of(inputs: np.ndarray, labels: np.ndarray, tests: int = 0) -> Clients:
-    """Clients with a row of examples each; all have the same `tests` test examples."""
+    """Make clients with a row of examples each, and the same `tests` test examples."""
     train = inputs.reshape(-1, *inputs.shape[2:]), labels.reshape(-1)
     lists = list(np.arange(labels.size).reshape(labels.shape))
     test = train[0][:tests], train[1][:tests]
@@ -74,7 +80,7 @@ def clients_of(inputs: np.ndarray, labels: np.ndarray, tests: int = 0) -> Client
 
 
 def model_of(work: Workload, form: Form | None = None) -> Model:
-    """The workload's network, in the form of the devices or in another."""
+    """Build the workload's network, in the devices' form of convolutions or in another one."""
     builders: dict[str, Callable[[], Model]] = {
         "lenet": functools.partial(lenet, work.input_shape, form=form),
         "mlp": functools.partial(mlp, work.input_shape),
@@ -88,7 +94,7 @@ def model_of(work: Workload, form: Form | None = None) -> Model:
 def algorithm_of(
     work: Workload, sampling: Sampling = Full(), model: Model | None = None
 ) -> Algorithm:
-    """DP-FedAvg with SGD, or FedDPA; of the workload's network, or of another form of it."""
+    """Build DP-FedAvg with SGD, or FedDPA, for the workload's network or another model."""
     model = model_of(work) if model is None else model
     private: dict[str, Any] = {"noise_multiplier": 1.0, "sampling": sampling}
     if work.feddpa:
@@ -100,7 +106,7 @@ def algorithm_of(
 
 
 def usual_chunk(algorithm: Algorithm, population: Population) -> int:
-    """Clients vectorised at a time unless another number is asked for: as in `simulate`."""
+    """Return the default number of clients vectorised at a time, as in `simulate`."""
     mesh = population.mesh
     chunk = of_mesh(mesh).chunk
     if chunk != "auto":
@@ -112,7 +118,10 @@ def usual_chunk(algorithm: Algorithm, population: Population) -> int:
 
 
 class Round(NamedTuple):
-    """A compiled round: `run` goes on from its last result. Seconds to compile, temporary memory in MB, its text."""
+    """A compiled round, whose `run` continues from its last result.
+
+    The other fields are the seconds to compile, the temporary memory in MB, and the program's text.
+    """
 
     run: Callable[[], None]
     compile_s: float
@@ -121,7 +130,7 @@ class Round(NamedTuple):
 
 
 def compile_round(algorithm: Algorithm, population: Population, chunk: int) -> Round:
-    """One round, compiled apart from its data."""
+    """Compile a round. The compile time does not include the data."""
     key = jax.random.key(0)
     state = list(initialize(key, key, algorithm, population))
     start = time.perf_counter()
@@ -140,18 +149,20 @@ def compile_round(algorithm: Algorithm, population: Population, chunk: int) -> R
 
 
 def rounds_of(algorithm: Algorithm, population: Population) -> Build:
-    """From a chunk to the program of one round."""
+    """Return a function from a chunk to the program of one round."""
     return lambda chunk: compile_rounds(algorithm, population, chunk=chunk, segment=1)
 
 
 def round_flops(work: Workload) -> float:
-    """Floating-point operations of a round's models: matrix products and convolutions, a multiply-add as two.
+    """Return the floating-point operations of a round's matrix products and convolutions.
 
-    They are the network's, not those of the formulation that runs: those of the forward pass are read off the plain
-    form (`lax.conv_general_dilated`, `jnp.dot`; zeros of the padding count). A backward pass has two products of the
-    same size for each of them, the gradients by its weights and by its inputs; the first layer needs no gradient by
-    its inputs. A FedDPA round has both stages' steps, and for the Fisher diagonal a backward pass of each example.
-    Elementwise work, pooling and the server's work are left out.
+    A multiply-add counts as two operations. The operations are the network's, not those of the
+    formulation that runs. The forward pass is counted in the plain form
+    (`lax.conv_general_dilated`, `jnp.dot`), where zeros of the padding count. For each product a
+    backward pass has two of the same size, the gradients by its weights and by its inputs. The
+    first layer needs no gradient by its inputs. A FedDPA round has both stages' steps, and a
+    backward pass of each example for the Fisher diagonal. Elementwise work, pooling and the
+    server's work are left out.
     """
     forward = forward_flops(work)
     example = 3 * sum(forward) - forward[0]
@@ -163,7 +174,7 @@ def round_flops(work: Workload) -> float:
 
 
 def forward_flops(work: Workload) -> list[float]:
-    """Operations of each matrix product and convolution of one example's forward pass, in order."""
+    """Return the operations of each product in one example's forward pass, in order."""
     model = model_of(work, "lax")
     arguments = (
         jax.eval_shape(model.init, jax.random.key(0)),
@@ -174,7 +185,10 @@ def forward_flops(work: Workload) -> list[float]:
 
 
 def matrix_product(population: Population) -> tuple[Callable[[], jax.Array], float]:
-    """A large float32 product on every device at once, and its floating-point operations: the machine's peak."""
+    """Return a large float32 product on all devices at once, and its floating-point operations.
+
+    Its rate is the peak of the machine.
+    """
     mesh = population.mesh
     size = 2048 if mesh.devices.flat[0].platform == "cpu" else 8192
     sharded = jax.shard_map(

@@ -12,9 +12,10 @@ from jaxfl.backend import compile_quickly  # noqa: E402
 
 # Otherwise each run of a notebook would advise its readers to configure JAX.
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "1")
-compile_quickly()  # small runs, in the notebooks' processes too: compiling them well would take most of the time
+# The runs here and in the notebooks are small, so that optimising them would take most of the time.
+compile_quickly()
 
-# A kernel claims that what its commands print to is a terminal, and a progress bar would print each of its states.
+# A kernel pretends that its output is a terminal, so a progress bar would print all of its states.
 os.environ["TTY_COMPATIBLE"] = "0"
 
 project, author = "jaxfl", "The jaxfl authors"

@@ -1,4 +1,4 @@
-"""What experiments share: methods x seeds, tables, and plots of several methods."""
+"""Runs of several methods over seeds, choices on validation examples, and rows of tables."""
 
 import functools
 import importlib.metadata
@@ -31,7 +31,7 @@ cli = command_line
 
 
 def starred(chosen: Mapping[str, float], points: Mapping[str, Sequence[float]]) -> str:
-    """A chosen point, with a star for each number at an end of its grid."""
+    """Format a chosen point, with a star at each number that lies at an end of its grid."""
     return ", ".join(
         f"{name} {value:.3g}{'*' * at_an_end(value, points[name])}"
         for name, value in chosen.items()
@@ -39,7 +39,11 @@ def starred(chosen: Mapping[str, float], points: Mapping[str, Sequence[float]]) 
 
 
 def validation_curve(tuning: Mapping[str, Any], passes: int = 1) -> dict[int, float]:
-    """Scores of the chosen point by passes, of a row of `Comparison.tuning` whose points have one number.
+    """Return the scores of the chosen point by passes.
+
+    Args:
+        tuning: Row of `Comparison.tuning` whose points have one number.
+        passes: Passes over the data in each round.
 
     >>> points, scores = {"rate": [0.1, 0.3]}, {"1": [0.2, 0.4], "2": [0.3, 0.5]}
     >>> validation_curve({"points": points, "chosen": {"rate": 0.3}, "scores": scores}, passes=5)
@@ -51,10 +55,18 @@ def validation_curve(tuning: Mapping[str, Any], passes: int = 1) -> dict[int, fl
 
 
 def stopped(chosen: str, passes: int, curve: Mapping[Any, float], most: int = 10) -> str:
-    """How training alone went on at its rate, by some of its passes.
+    r"""Describe how the validation score of training alone changed over its passes.
 
-    >>> stopped("rate 0.1", 3, {1: 0.5, 2: 0.52, 3: 0.6, 4: 0.6}, most=2)
-    'Local-only, rate 0.1, stops after 3 passes; % of held-out examples by pass: 2: 52.0, 3: 60.0, 4: 60.0.'
+    Args:
+        chosen: The chosen point, as text.
+        passes: Passes after which training stops.
+        curve: Scores by passes.
+        most: Greatest number of scores that the text shows.
+
+    >>> text = stopped("rate 0.1", 3, {1: 0.5, 2: 0.52, 3: 0.6, 4: 0.6}, most=2)
+    >>> print(text.replace("; ", ";\n"))
+    Local-only, rate 0.1, stops after 3 passes;
+    % of held-out examples by pass: 2: 52.0, 3: 60.0, 4: 60.0.
     """
     every = math.ceil(len(curve) / most)
     shown = [
@@ -63,11 +75,14 @@ def stopped(chosen: str, passes: int, curve: Mapping[Any, float], most: int = 10
         if index % every == 0 or int(at) == passes or index == len(curve)
     ]
     text = ", ".join(f"{at}: {100 * curve[at]:.1f}" for at in shown)
-    return f"Local-only, {chosen}, stops after {passes} passes; % of held-out examples by pass: {text}."
+    return (
+        f"Local-only, {chosen}, stops after {passes} passes; "
+        f"% of held-out examples by pass: {text}."
+    )
 
 
 class Choice(NamedTuple):
-    """What a method's points gave on validation examples, and the best of them."""
+    """Scores of a method's points on validation examples, and the best point."""
 
     points: Mapping[str, Sequence[float]]
     validation: list[float]
@@ -75,16 +90,16 @@ class Choice(NamedTuple):
     chosen: dict[str, float]
     rounds: int
     result: Result
-    """Of the best point."""
+    """Result of the best point."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a study's result keeps of it."""
+        """Return the part of the choice that a study's result stores."""
         return {"points": dict(self.points), "validation": self.validation, "chosen": self.chosen}
 
 
 def accuracies(rows: Sequence[Mapping[str, float]]) -> list[float]:
-    """A score of every evaluated round."""
+    """Return the accuracy of every evaluated round."""
     return [row["accuracy"] for row in rows]
 
 
@@ -93,12 +108,14 @@ def choose(
     results: Sequence[Result],
     score: Callable[[Sequence[Mapping[str, float]]], Sequence[float]] = accuracies,
 ) -> Choice:
-    """The best point of a sweep and its best round.
+    """Return the best point of a sweep, at its best round.
 
     Args:
-        points: columns of numbers.
-        results: of each point, on validation examples.
-        score: rows of metrics to a number for each of the last of them; with several, the best one is the last round.
+        points: Columns of numbers, one entry for each point.
+        results: Result of each point on validation examples.
+        score: Function from the rows of metrics to scores of the last few rows. The default
+            scores every row. If the scores of several rows are returned, the best row decides
+            the number of rounds.
     """
     scores = np.array([score(result.metrics) for result in results], float)
     best, at = divmod(int(np.argmax(np.nan_to_num(scores, nan=-1.0))), scores.shape[1])
@@ -115,7 +132,15 @@ def split_clients(
     *,
     held_out: bool,
 ) -> Clients:
-    """Clients that train on the first `examples` of their rows, tested on the rest of those or on test examples."""
+    """Make clients that train on the first `examples` of their rows.
+
+    Args:
+        data: Examples of all clients.
+        rows: Training rows of each client.
+        test: Test rows of each client.
+        examples: Number of training examples of a client.
+        held_out: Whether clients are tested on the rest of `rows`, instead of on `test`.
+    """
     if held_out:
         data = data._replace(test_inputs=data.train_inputs, test_labels=data.train_labels)
         test = [own[examples:] for own in rows]
@@ -123,12 +148,12 @@ def split_clients(
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Of what a result depends on."""
+    """Return the installed version of each package."""
     return {name: importlib.metadata.version(name) for name in packages}
 
 
 class Row(NamedTuple):
-    """One method of a table: accuracies over seeds, and its privacy statement (the same for all seeds)."""
+    """A method in a table: accuracies over seeds, and the privacy statement of all seeds."""
 
     method: str
     mean: list[float]
@@ -136,18 +161,24 @@ class Row(NamedTuple):
     statement: dict[str, Any]
     metrics: list[list[dict[str, float | int]]]
     local: Sequence[float] = ()
-    """Mean accuracy of local models at the end, where they are tested too."""
+    """Mean accuracy of local models at the end, if they are tested too."""
 
 
 def model_for(name: str, dataset: Dataset) -> Model:
-    """The named model for a dataset; digits are too small for any but their own."""
+    """Build the named model for a dataset. Digits get a network of their own, as they are small."""
     if dataset.name == "digits":
         return digits_cnn()
     return build(name, dataset.train_inputs.shape[1:], dataset.classes)
 
 
 def fine_tuned(base: Algorithm, local: LocalSGD, penalty_weight: float = 0.0) -> Algorithm:
-    """The method, evaluated after each client has trained its whole model on its own data, near the server's or not."""
+    """Return the method with each client's entire model trained on its own data for evaluation.
+
+    Args:
+        base: Method that shares a model.
+        local: Training before evaluation.
+        penalty_weight: Weight of a proximal term towards the server's model. 0 adds no term.
+    """
 
     def personalize(key: jax.Array, server: Any, client: Any, data: ClientData) -> Params:
         penalty = functools.partial(proximal, center=server.params, mu=penalty_weight)
@@ -167,7 +198,16 @@ def dirichlet_clients(
     minimum: int,
     examples: int | None = None,
 ) -> Clients:
-    """Dirichlet clients over a random part of the training examples (None: all), with matching test splits."""
+    """Make Dirichlet clients with matching test splits.
+
+    Args:
+        dataset: Examples of all clients.
+        clients: Number of clients.
+        alpha: Concentration of the Dirichlet distribution.
+        seed: Seed of the random part and of the partition.
+        minimum: Least number of training examples of a client.
+        examples: Size of the random part of the training examples. None takes all of them.
+    """
     if examples is not None and examples < len(dataset.train_labels):
         rows = np.random.default_rng(seed).permutation(len(dataset.train_labels))[:examples]
         dataset = dataset._replace(
@@ -190,17 +230,19 @@ def run_each(
     eval_every: int | None = None,
     **options: Any,
 ) -> dict[str, list[Result]]:
-    """Run every method on the same clients for every seed; each run has a folder of its own and resumes.
+    """Run every method on the same clients for every seed.
+
+    Each run has a folder of its own, from which it resumes.
 
     Args:
-        methods: by the name that tables show.
-        make: clients of a seed.
-        rounds: T.
-        seeds: one run of each method per seed; the seed also draws the partition.
-        out: root of the run folders.
-        config: the resolved settings, written beside the results.
-        eval_every: as in `simulate`, like all that follow.
-        options: more of them.
+        methods: Builders by the name that tables show.
+        make: Function from a seed to its clients.
+        rounds: T, number of rounds.
+        seeds: Seeds, each for one run of each method. A seed also draws the partition.
+        out: Root of the run folders.
+        config: Resolved settings, which name the run folder.
+        eval_every: Rounds between evaluations, see `simulate`.
+        options: Further arguments of `simulate`.
     """
     clients, results = {seed: make(seed) for seed in seeds}, {}
     for name, builder in methods.items():
@@ -226,18 +268,21 @@ def sweep_each(
     config: Mapping[str, Any],
     **options: Any,
 ) -> list[list[Result]]:
-    """Run a method with several values of its numbers on the same clients for every seed: by value, over seeds.
+    """Run a method with several values of its numbers, on the same clients for every seed.
 
     Args:
-        method: names the run folders.
-        build: keyword arguments to algorithm.
-        values: columns of numbers by argument.
-        make: as in `run_each`, like all that follow.
-        rounds: T.
-        seeds: one sweep per seed.
-        out: root of the run folders.
-        config: the resolved settings.
-        options: as in `sweep`.
+        method: Name of the run folders.
+        build: Function from keyword arguments to the algorithm.
+        values: Columns of numbers by argument.
+        make: Function from a seed to its clients.
+        rounds: T, number of rounds.
+        seeds: Seeds, each for one sweep. A seed also draws the partition.
+        out: Root of the run folders.
+        config: Resolved settings, which name the run folder.
+        options: Further arguments of `sweep`.
+
+    Returns:
+        The results of each point, in the order of the seeds.
     """
     results = [
         sweep(
@@ -246,7 +291,8 @@ def sweep_each(
             values,
             make(seed),
             rounds=rounds,
-            paired_noise=True,  # less noisy differences between points; nothing here is private
+            # Paired noise makes differences between points less noisy. Nothing here is private.
+            paired_noise=True,
             folder=run_folder(
                 out, f"{method} by {', '.join(values)}", {**config, "values": dict(values)}, seed
             ),
@@ -269,22 +315,22 @@ def trained_alone(
     out: pathlib.Path,
     config: Mapping[str, Any],
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Local-only, at the learning rate and the number of passes that are best on held-out examples.
+    """Run local-only at the learning rate and the number of passes that are best when held out.
 
     Args:
-        model: of every client.
-        local: a learning rate to the passes of a round.
-        rates: to choose from.
-        make: as in `run_each`, like all that follow.
-        rounds: at most.
-        seeds: of the rows.
-        tuning_seed: another one, of the runs that the choice is made by.
-        out: root of the run folders.
-        config: the resolved settings.
+        model: Model of every client.
+        local: Function from a learning rate to the training of a round.
+        rates: Learning rates to choose from.
+        make: Function from a seed to its clients.
+        rounds: Greatest number of rounds.
+        seeds: Seeds of the rows.
+        tuning_seed: Seed of the runs by which the choice is made. It differs from `seeds`.
+        out: Root of the run folders.
+        config: Resolved settings, which name the run folder.
 
     Returns:
-        A row of metrics for every seed; and what was tried, what was chosen, after how many passes it stops, and
-        how it scored by passes.
+        A row of metrics for every seed, and the facts of the choice. The facts are the points, the
+        chosen point, the passes after which it stops, and its scores by passes.
     """
     passes = local(rates[0]).epochs
     found = compare(
@@ -320,9 +366,18 @@ def evaluated(
     seed: int,
     left: Sequence[tuple[Tree, Tree]],
 ) -> list[float]:
-    """Accuracy of each point as `build` has its clients tested, from states of server and clients that runs left."""
+    """Return the accuracy of each point, evaluated on the final states of earlier runs.
+
+    Args:
+        build: Function from keyword arguments to the algorithm that personalizes.
+        values: Columns of numbers by argument.
+        clients: The clients.
+        seed: Seed of the earlier runs.
+        left: Final states of server and clients, one pair for each point.
+    """
     columns = {name: np.asarray(column, np.float32) for name, column in values.items()}
-    key = jax.random.fold_in(jax.random.key(seed), 3)  # a run takes 0 to 2
+    # A run uses the keys 0 to 2.
+    key = jax.random.fold_in(jax.random.key(seed), 3)
     stacked = jax.tree.map(
         lambda *leaves: jnp.stack(leaves), *[(key, server, States.of(own)) for server, own in left]
     )
@@ -338,7 +393,7 @@ def evaluated(
 
 
 def row_of(method: str, results: Sequence[Result]) -> Row:
-    """A method's results over seeds, as a row."""
+    """Return a method's results over seeds as a row."""
     final = [result.metrics[-1] for result in results]
     return Row(
         method=method,
@@ -350,7 +405,7 @@ def row_of(method: str, results: Sequence[Result]) -> Row:
 
 
 def percent(values: Sequence[float]) -> str:
-    """Mean ± standard deviation over seeds, in percent; a dash where there was nothing to test."""
+    """Format mean ± standard deviation over seeds in percent, or a dash if nothing was tested."""
     if np.isnan(values).any():
         return "–"
     text = f"{100 * np.mean(values):.1f}"
@@ -358,7 +413,7 @@ def percent(values: Sequence[float]) -> str:
 
 
 def number(value: float | str) -> str:
-    """An epsilon; infinity says that none is finite."""
+    """Format an epsilon, with ∞ if no finite epsilon holds."""
     return (
         "∞"
         if value == "inf" or (isinstance(value, float) and math.isinf(value))

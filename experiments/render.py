@@ -1,4 +1,4 @@
-"""Make the numbers and pictures of all READMEs from the results.
+"""Render the numbers and pictures of all READMEs from the results.
 
 python -m experiments.render
 python -m experiments.render --check
@@ -24,21 +24,24 @@ BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to do."""
+    """Options of the command."""
 
     check: bool = False
-    """Write nothing; end with 1 if a README is not what its results say."""
+    """Write nothing, and end with 1 if a README does not match its results."""
 
 
 def benchmark(result: dict[str, Any]) -> str:
-    """The table of a benchmark."""
+    """Return the table of a benchmark."""
 
     def cell(value: Any) -> str:
         return "–" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
 
     rows, machine = result["rows"], result["machine"]
     names = ", ".join(f"{name} {machine[name]}" for name in ("jax", "jaxlib", "numpy"))
-    where = f"{machine['cores']} cores of {machine['cpu']}, {machine['devices']} x {machine['device']}; {names}"
+    where = (
+        f"{machine['cores']} cores of {machine['cpu']}, "
+        f"{machine['devices']} x {machine['device']}; {names}"
+    )
     table = markdown_table(
         [name.replace("_", " ") for name in rows[0]], [[*map(cell, row.values())] for row in rows]
     )
@@ -46,7 +49,7 @@ def benchmark(result: dict[str, Any]) -> str:
 
 
 def speed(results: Mapping[str, dict[str, Any]]) -> str:
-    """The table of the front page: workloads beside PyTorch."""
+    """Return the table of the front page, which compares workloads with PyTorch."""
     lines = []
     for name, result in results.items():
         if name.startswith("throughput_"):
@@ -66,14 +69,14 @@ def speed(results: Mapping[str, dict[str, Any]]) -> str:
 
 
 def main(config: Config) -> None:
-    """Render every package, and the benchmarks."""
+    """Render the READMEs of every package and of the benchmarks."""
     done = [
         path
         for package, studies in all_studies().items()
         for path in render(package, studies, check=config.check)
     ]
     blocks = {name: benchmark(result) for name, result in results_of(BENCHMARKS).items()}
-    how = "run `python -m benchmarks.run_all --vs torch --out benchmarks/results`"
+    how = "Run `python -m benchmarks.run_all --vs torch --out benchmarks/results`"
     done += fill(BENCHMARKS / "README.md", blocks, how, check=config.check)
     places = {
         name: result for name, result in results_of(HERE / "map").items() if name != "withdrawn"
@@ -84,7 +87,7 @@ def main(config: Config) -> None:
         the_map.draw_answer(places, HERE / "map/answer.png")
     print(*done, sep="\n")
     if config.check and done:
-        sys.exit("not up to date: run `python -m experiments.render`")
+        sys.exit("The files above are not up to date. Run `python -m experiments.render`.")
 
 
 if __name__ == "__main__":

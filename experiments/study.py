@@ -1,7 +1,8 @@
-"""Tables and figures as data: a command writes what came out as JSON, and all of a README's numbers are made of that.
+"""Studies, whose commands write results as JSON, from which the numbers of READMEs are rendered.
 
-A package of experiments has a `__main__.py` with `STUDIES`, results in `results/STUDY.json`, and a README in which
-`<!-- STUDY -->` and `<!-- /STUDY -->` enclose what `python -m experiments.render` writes.
+A package of experiments has a `__main__.py` with `STUDIES`, results in `results/STUDY.json`, and a
+README. In the README, `<!-- STUDY -->` and `<!-- /STUDY -->` enclose the text that
+`python -m experiments.render` writes.
 """
 
 import dataclasses
@@ -33,28 +34,29 @@ Result = Mapping[str, Any]
 @checked(seeds=check_seeds, out=check_path)
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How much, how often, and where runs are kept."""
+    """Scale of a study, its seeds, and the folder of its runs."""
 
     scale: Literal["smoke", "paper"] = "paper"
-    """smoke: seconds, on digits, writes no result; paper: what the README shows."""
+    """Scale: "smoke" runs for seconds on digits without a result, "paper" makes the results."""
     seeds: tuple[int, ...] = (0, 1, 2)
     out: pathlib.Path = pathlib.Path("runs")
-    """Folders of the runs, which a stopped command goes on with."""
+    """Folder of the runs, from which a stopped command resumes."""
 
     @property
     def smoke(self) -> bool:
-        """Whether it is only to be seen that everything runs."""
+        """Return whether the study only tests that everything runs."""
         return self.scale == "smoke"
 
 
 class Study(NamedTuple):
-    """A table or a figure: how its result is made, and what the README says of it.
+    """A table or a figure, with the functions that compute its result and describe it.
 
     Args:
-        run: options to a result, which `json` can write: settings, points tried, and a row for every line.
-        markdown: a result to text.
-        draw: a result and a path without its suffix to pictures.
-        minutes: of one core.
+        run: Function from options to a result that `json` can write. The result has the settings,
+            the points, and a row for every line of the table.
+        markdown: Function from a result to the text of the README.
+        draw: Function that draws a result to a path, which has no suffix. None draws nothing.
+        minutes: Duration on one core, in minutes.
     """
 
     run: Callable[[Options], Result]
@@ -64,7 +66,7 @@ class Study(NamedTuple):
 
 
 def command(package: str, description: str | None, studies: Mapping[str, Study]) -> None:
-    """Run the studies that the command line names, write each result, and the README anew."""
+    """Run the studies that the command line names, write each result, and update the README."""
 
     def main(
         study: tyro.conf.Positional[Any], options: tyro.conf.OmitArgPrefixes[Options] = Options()
@@ -88,11 +90,12 @@ def command(package: str, description: str | None, studies: Mapping[str, Study])
             else:
                 (HERE / package / "results").mkdir(exist_ok=True)
                 write_json(HERE / package / "results" / f"{name}.json", result)
-                # The parts that a long study was made of are in its result now.
+                # The result now contains the parts of a long study.
                 shutil.rmtree(HERE / package / "results" / name, ignore_errors=True)
                 print(*render(package, studies), sep="\n")
 
-    main.__annotations__["study"] = tyro.conf.Positional[Literal["all", *studies]]  # pyrefly: ignore
+    names: Any = Literal["all", *studies]  # pyrefly: ignore
+    main.__annotations__["study"] = tyro.conf.Positional[names]
     cli(main, description)
 
 
@@ -104,15 +107,16 @@ def part(
     make: Callable[[], Result],
     options: Options,
 ) -> Result:
-    """A part of a long study's result, kept as soon as it is made, so that the study can be made in parts.
+    """Return a part of a long study's result, and store it, so that the study can resume.
 
     Args:
-        package: a folder of `experiments`.
-        study: of the package.
-        name: of the part.
-        facts: what the part follows from; where they are those of the kept part, it is not made again.
-        make: what the part says, as `json` can write it.
-        options: a trial keeps its parts with its runs, any other in `results/STUDY/`.
+        package: Folder of `experiments`.
+        study: Name of the study in the package.
+        name: Name of the part.
+        facts: Settings on which the part depends. A stored part with equal facts is reused.
+        make: Function that computes the part as values that `json` can write.
+        options: Options of the study. A smoke run stores its parts with its runs, and any other
+            run in `results/STUDY/`.
     """
     folder = options.out if options.smoke else HERE / package / "results"
     path = folder / study / f"{file_name(name)}.json"
@@ -140,26 +144,29 @@ def file_name(name: str) -> str:
 
 
 def rounded(facts: Any) -> Any:
-    """As JSON has them, with six digits: the last ones differ between processors."""
+    """Return facts as JSON stores them, with six digits, because processors differ in the last."""
     return json.loads(json.dumps(facts), parse_float=lambda number: float(f"{float(number):.6g}"))
 
 
 def render(package: str, studies: Mapping[str, Study], *, check: bool = False) -> list[str]:
-    """Write what the results say into the README, and draw them.
+    """Write the results of a package into its README, and draw them.
 
     Args:
-        package: a folder of `experiments`.
-        studies: of the package.
-        check: write nothing; return what is not up to date.
+        package: Folder of `experiments`.
+        studies: Studies of the package.
+        check: Whether to write nothing.
+
+    Returns:
+        The files that were written, or with `check` the README if it is not up to date.
 
     Raises:
-        ValueError: a result without a place in the README, or a place without a result.
+        ValueError: A result has no place in the README, or a place has no result.
     """
     results = {
         name: result for name, result in results_of(HERE / package).items() if name in studies
     }
     blocks = {name: studies[name].markdown(result) for name, result in results.items()}
-    how = f"run `python -m experiments.{package} {{}}`"
+    how = f"Run `python -m experiments.{package} {{}}`"
     done = fill(HERE / package / "README.md", blocks, how, check=check)
     for name, result in results.items():
         draw = studies[name].draw
@@ -170,7 +177,7 @@ def render(package: str, studies: Mapping[str, Study], *, check: bool = False) -
 
 
 def results_of(folder: pathlib.Path) -> dict[str, Any]:
-    """The committed results of a folder, by name."""
+    """Return the committed results of a folder by name."""
     return {
         path.stem: json.loads(path.read_text())
         for path in sorted((folder / "results").glob("*.json"))
@@ -180,20 +187,33 @@ def results_of(folder: pathlib.Path) -> dict[str, Any]:
 def fill(
     path: pathlib.Path, blocks: Mapping[str, str], how: str, *, check: bool = False
 ) -> list[str]:
-    """Write each block into its place in a document; return the path if that changes it (check) or was done.
+    """Write each block into its place in a document.
+
+    Args:
+        path: The document.
+        blocks: Text of each block by name.
+        how: Remedy for a place without a block, with {} for the block's name.
+        check: Whether to write nothing.
+
+    Returns:
+        A list of the path. With `check`, the list is empty if the document is up to date.
 
     Raises:
-        ValueError: a block without a place, or a place without a block; `how` to make one is told.
+        ValueError: A block has no place, or a place has no block.
     """
     before = text = path.read_text()
     for name in re.findall(r"<!-- /(\w+) -->", text):
         if name not in blocks:
-            raise ValueError(f"{path} has a place for {name}: {how.format(name)}")
+            raise ValueError(
+                f"{path} must have a result for each place, got none for {name!r}. "
+                f"{how.format(name)}."
+            )
     for name, block in blocks.items():
         parts = re.split(rf"<!-- {name} -->.*?<!-- /{name} -->", text, flags=re.DOTALL)
         if len(parts) != 2:
             raise ValueError(
-                f"{path} has {len(parts) - 1} places for {name}: write <!-- {name} --><!-- /{name} --> once"
+                f"{path} must have one place for {name!r}, got {len(parts) - 1}. "
+                f"Write <!-- {name} --><!-- /{name} --> once."
             )
         text = f"<!-- {name} -->\n{block.strip()}\n<!-- /{name} -->".join(parts)
     if check:
@@ -203,13 +223,16 @@ def fill(
 
 
 def all_studies() -> dict[str, Mapping[str, Study]]:
-    """Of every package that has some."""
+    """Return the studies of every package that has some."""
     names = sorted(path.parent.name for path in HERE.glob("*/__main__.py"))
     return {name: importlib.import_module(f"experiments.{name}.__main__").STUDIES for name in names}
 
 
 def facts_of(row: Row) -> dict[str, Any]:
-    """What a result keeps of a method's runs: a number for every seed, the curves, and the epsilons."""
+    """Return the part of a method's runs that a result stores.
+
+    This is a number for every seed, the curves, and the epsilons.
+    """
     honest, claim = row.statement["honest"], row.statement["claim"]
     facts = {
         "accuracy": row.mean,
@@ -235,7 +258,10 @@ def draw_curves(
     label: str = "accuracy %",
     scale: float = 100.0,
 ) -> None:
-    """A number by round, mean over seeds, band from the least to the largest; after eight colours, lines are dashed."""
+    """Draw a number by round: the mean over seeds, and a band from the least to the largest.
+
+    Lines after the first eight are dashed, because there are eight colours.
+    """
     with plots.style():
         figure = plots.new_figure(plots.DOUBLE, 3.2)
         axes = figure.subplots()
@@ -247,12 +273,12 @@ def draw_curves(
 
 
 def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table."""
+    """Return a Markdown table."""
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *lines])
 
 
 def agreement(printed: Sequence[float], measured: Sequence[float]) -> str:
-    """How far numbers are from those of a paper, and how many of its orderings they have.
+    """Describe how far numbers are from those of a paper, and how many of its orderings they have.
 
     >>> agreement([50.0, 60.0, 70.0], [52.0, 59.0, 55.0])
     'within 15.0 points; 2 of 3 orderings'
@@ -267,7 +293,7 @@ def agreement(printed: Sequence[float], measured: Sequence[float]) -> str:
 
 
 def signed(gains: Sequence[float] | np.ndarray) -> str:
-    """Differences, in points.
+    """Format differences in points.
 
     >>> signed([0.05, -0.002])
     '+5.0, -0.2'
@@ -276,7 +302,7 @@ def signed(gains: Sequence[float] | np.ndarray) -> str:
 
 
 def yes_or_no(claims: Mapping[str, bool]) -> str:
-    """Which claims hold.
+    """Format which claims hold.
 
     >>> yes_or_no({"a above b": True, "b above c": False})
     'a above b: yes; b above c: no'
@@ -285,17 +311,18 @@ def yes_or_no(claims: Mapping[str, bool]) -> str:
 
 
 def source(result: Result) -> str:
-    """The line below a table: seeds, versions and date."""
+    """Return the line below a table, with seeds, versions and date."""
     return f"Seeds {listed(result['seeds'])}, mean ± standard deviation; {dated(result)}."
 
 
 def dated(result: Result) -> str:
-    """The date, and what was installed."""
-    return f"{result['date']}; {listed(f'{name} {version}' for name, version in result['versions'].items())}"
+    """Return the date of a result and the versions of packages that it depends on."""
+    installed = listed(f"{name} {version}" for name, version in result["versions"].items())
+    return f"{result['date']}; {installed}"
 
 
 def listed(values: Iterable[Any]) -> str:
-    """A list for a reader.
+    """Format values as a list for a reader.
 
     >>> listed([0, 1, 2])
     '0, 1, 2'
@@ -304,6 +331,7 @@ def listed(values: Iterable[Any]) -> str:
 
 
 __all__ = [
-    "PACKAGES", "Options", "Result", "Study", "agreement", "all_studies", "command", "dated", "draw_curves",
-    "facts_of", "listed", "markdown_table", "part", "percent", "render", "signed", "source", "yes_or_no",
+    "PACKAGES", "Options", "Result", "Study", "agreement", "all_studies", "command", "dated",
+    "draw_curves", "facts_of", "listed", "markdown_table", "part", "percent", "render", "signed",
+    "source", "yes_or_no",
 ]  # fmt: skip

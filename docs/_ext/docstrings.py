@@ -1,4 +1,4 @@
-"""Docstrings and signatures as the source has them, and names in prose as links."""
+"""Sphinx extension for signatures as in the source, sections of docstrings, and links to names."""
 
 import ast
 import dataclasses
@@ -23,7 +23,7 @@ _SECTION = re.compile(r"^(Guarantee|Deviations from the paper|References|Source)
 
 
 def sections(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Put the text of `Guarantee: text` on a line of its own, as Napoleon has it; `T.` begins no list."""
+    """Convert sections such as `Guarantee: text` to Napoleon's form, and escape initials."""
     found: list[str] = []
     for line in lines:
         match = _SECTION.match(line)
@@ -36,7 +36,7 @@ def sections(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: l
 def signature(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, text: str | None, result: str | None
 ) -> tuple[str, str | None] | None:
-    """The signature as it is written: with the names of shapes and aliases, and defaults as code."""
+    """Return the signature as written, with names of shapes and aliases, and defaults as code."""
     if inspect.isclass(obj) and (fields := _fields(obj)):
         return f"({', '.join(fields)})", None
     function = inspect.unwrap(getattr(obj, "__func__", obj))
@@ -52,7 +52,7 @@ def signature(
 
 
 def _fields(kind: type) -> list[str]:
-    """Fields of a dataclass or a named tuple, with annotations and defaults."""
+    """Return the fields of a dataclass or a named tuple, with annotations and defaults."""
     if dataclasses.is_dataclass(kind):
         names = [field.name for field in dataclasses.fields(kind)]
     else:
@@ -75,7 +75,7 @@ def _annotated(kind: type) -> Iterator[tuple[str, str]]:
 
 
 def skip(app: Sphinx, what: str, name: str, obj: Any, skipped: bool, options: Any) -> bool | None:
-    """Leave out fields that say nothing beyond the signature."""
+    """Skip fields whose docstring adds nothing to the signature."""
     return True if (getattr(obj, "__doc__", "") or "").startswith("Alias for field") else None
 
 
@@ -88,7 +88,7 @@ def name_role(
     options: Any = None,
     content: Any = (),
 ) -> tuple[list[nodes.Node], list[nodes.system_message]]:
-    """`text` in a docstring: a link where it is the name of something documented, code everywhere."""
+    """Render `text` in a docstring as code, with a link if it is a documented name."""
     if re.fullmatch(r"[A-Za-z_][\w.]*", text):
         return roles.role("py:obj", inliner.language, line, inliner.reporter)[0](
             "py:obj", rawtext, text, line, inliner, {}, []
@@ -99,7 +99,7 @@ def name_role(
 def resolve(
     app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.Element
 ) -> nodes.Node | None:
-    """Link a short name to the one public thing that bears it; warn of a dotted name that does not exist."""
+    """Link a short name to the only public object with it, and warn of missing dotted names."""
     if node.get("refdomain") != "py":
         return None
     target = node["reftarget"]
@@ -116,7 +116,7 @@ def resolve(
             app.builder, node["refdoc"], entry.docname, entry.node_id, content, found[0]
         )
     if target.startswith("jaxfl.") and not _exists(target):
-        _LOG.warning("%s: there is no such thing", target, location=node)
+        _LOG.warning("%s does not exist", target, location=node)
     return None
 
 
@@ -137,9 +137,10 @@ def _exists(target: str) -> bool:
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Register."""
+    """Register the extension."""
     roles.register_local_role("name", name_role)
-    app.connect("autodoc-process-docstring", sections, priority=100)  # before Napoleon
+    # This priority runs before Napoleon.
+    app.connect("autodoc-process-docstring", sections, priority=100)
     app.connect("autodoc-process-signature", signature)
     app.connect("autodoc-skip-member", skip)
     app.connect("missing-reference", resolve)

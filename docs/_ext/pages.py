@@ -1,4 +1,4 @@
-"""Pages that are made while the site is built: of the methods, and of what was measured."""
+"""Sphinx extension that generates the pages of the methods and of the results."""
 
 import inspect
 import os
@@ -22,13 +22,13 @@ _ROUNDS = 4
 
 
 def readmes() -> dict[str, pathlib.Path]:
-    """What was measured, by name."""
+    """Return the READMEs with results by name."""
     found = {path.parent.name: path for path in sorted(ROOT.glob("experiments/*/README.md"))}
     return found | {"speed": ROOT / "benchmarks/README.md"}
 
 
 def relink(text: str, source: pathlib.Path, page: pathlib.Path) -> str:
-    """Links of a document elsewhere in the repository, as its page needs them."""
+    """Return the text of a document with its links changed for its page."""
     pages = {path.resolve(): DOCS / f"results/{name}.md" for name, path in readmes().items()}
 
     def target(match: re.Match) -> str:
@@ -45,7 +45,7 @@ def relink(text: str, source: pathlib.Path, page: pathlib.Path) -> str:
 
 
 def against(label: str, algorithm: Algorithm) -> str:
-    """Who the method is private against, by the statement of a planned run."""
+    """Return the theorems of a method for each observer, by the statement of a planned run."""
     clients = len(SIZES)
     plan = planned_ledger(algorithm.mechanism, clients, _ROUNDS, algorithm.dp_sgd)
     _, states = jax.eval_shape(lambda key: algorithm.init(key, clients), jax.random.key(0))
@@ -67,7 +67,7 @@ def _cell(seen: dict[str, Any]) -> str:
 
 
 def page(entry: Page) -> str:
-    """The Markdown of a method's page."""
+    """Return the Markdown of a method's page."""
     rows = entry.rows
     if rows is None:
         rows = {name: f"`{name}`" for name in entry.names if name in ALGORITHMS}
@@ -75,10 +75,10 @@ def page(entry: Page) -> str:
     lines += [f"**When not.** {entry.avoid}", ""]
     if rows:
         lines += [
-            "**Who it is private against, and by which theorem.** Asked of the accountant for a small planned run of "
-            "each builder; rates and numbers of steps are those of that run.",
+            "**Observers and theorems.** The table has the accountant's theorems for a small "
+            "planned run of each builder. Rates and numbers of steps are those of this run.",
             "",
-            "| | who sees sums and broadcasts | who sees every upload | one example |",
+            "| | sums and broadcasts | every upload | one example |",
             "| --- | --- | --- | --- |",
             *(against(label, ALGORITHMS[name]()) for name, label in rows.items()),
             "",
@@ -95,19 +95,20 @@ def page(entry: Page) -> str:
 
 
 def title(path: pathlib.Path) -> str:
-    """The first heading."""
+    """Return the first heading of a document."""
     return next(line[2:] for line in path.read_text().splitlines() if line.startswith("# "))
 
 
 def overview() -> str:
-    """A table of all methods."""
+    """Return a table of all methods."""
     lines = ["| builder | in a sentence | page |", "| --- | --- | --- |"]
     for entry in PAGES:
         for name in entry.names:
             first = (inspect.getdoc(getattr(algorithms, name)) or "").split("\n")[0]
             first = re.sub(r":math:`([^`]*)`", r"$\1$", first).replace("|", r"\|")
             lines.append(
-                f"| {{py:func}}`~jaxfl.algorithms.{name}` | {first} | [{entry.title}](/methods/{entry.slug}.md) |"
+                f"| {{py:func}}`~jaxfl.algorithms.{name}` | {first} | "
+                f"[{entry.title}](/methods/{entry.slug}.md) |"
             )
     return "\n".join(lines)
 
@@ -122,7 +123,7 @@ def make(app: Sphinx) -> None:
 
 
 def read(app: Sphinx, name: str, content: list[str]) -> None:
-    """Links of the written pages to documents outside of this folder; the table of methods."""
+    """Change links of the written pages to other documents, and insert the table of methods."""
     path = pathlib.Path(app.env.doc2path(name))
     content[0] = relink(content[0], path, path).replace("<!-- methods -->", overview())
 
@@ -134,7 +135,7 @@ def _write(path: pathlib.Path, text: str) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Register."""
+    """Register the extension."""
     app.connect("builder-inited", make)
     app.connect("source-read", read)
     return {"parallel_read_safe": True}

@@ -1,1 +1,1 @@
-"""ADP-PFL: its table and figures, and what an honest budget allows."""
+"""ADP-PFL's table and figures, with published and with honest noise."""

@@ -1,4 +1,4 @@
-"""ADP-PFL's table and figures: as published, with the floors that they lack, and honest.
+"""ADP-PFL's table and figures with published and honest noise, and with references.
 
 python -m experiments.adp_pfl table_2
 """
@@ -34,7 +34,7 @@ from jaxfl.run import plots
 
 SCHEDULES = ("fixed", "round-level")
 SUFFIXES = {"mnist": "", "fashion_mnist": "_fashion_mnist", "cifar10": "_cifar10"}
-"""Of the names of studies, by data set."""
+"""Suffixes of the studies' names by data set."""
 EPSILONS, FIGURE_EPSILONS = (3.0, 6.0, 9.0), (1.0, 5.0, 10.0)
 CLIPS = (0.01, 0.03, 0.1, 0.3, 1.0)
 PERCENTILES = (0.0, 40.0, 60.0, 80.0, 90.0)
@@ -45,7 +45,7 @@ PRINTED = {
 }
 """Table 2 of the paper: accuracy of local models in percent at `EPSILONS`."""
 WHOLE = {"examples": 600, "batch_size": 100}
-"""In table 2: nearly all of a client's examples; in the paper it is all."""
+"""Changes for table 2: nearly all of a client's examples. The paper uses all of them."""
 FLOORS = {
     "untrained": "five passes, untrained",
     "alone": "local-only",
@@ -53,27 +53,27 @@ FLOORS = {
 }
 DEAF = "the fixed noise alone"
 LEVELS = (0.3, 0.4, 0.47678, 0.5025, 0.6, 0.8, 0.9)
-"""Accuracies of figure 4; the third and the fourth are those that the paper names."""
+"""Accuracies of figure 4. The paper names the third and the fourth."""
 
 
 def nothing(percentile: Any) -> None:
-    """No mask."""
+    """Return no mask, for any percentile."""
     del percentile
 
 
 def thinner(percentile: float) -> float:
-    """Noise that theorem 2 leaves, for a mask that drops a percentile."""
+    """Return the share of noise that theorem 2 leaves for a mask that drops a percentile."""
     one = np.ones(1)
     return float((paper_noise(one, sparsity=percentile / 100) / paper_noise(one))[0])
 
 
 def result_of(bench: Bench, rows: Sequence[Row]) -> dict[str, Any]:
-    """Settings, floors and rows."""
+    """Return settings, references and rows."""
     return {"setting": dataclasses.asdict(bench.setting), "floors": bench.floors(), "rows": rows}
 
 
 def table_2(data: str, options: Options) -> Result:
-    """Fixed and round-level budgets with the published noise, and that noise alone."""
+    """Run fixed and round-level budgets with the published noise, and that noise alone."""
     bench = Bench(data, options, **WHOLE)
     rows, values = [], {"epsilon": EPSILONS}
     for name in SCHEDULES:
@@ -83,7 +83,7 @@ def table_2(data: str, options: Options) -> Result:
 
 
 def honest(data: str, options: Options) -> Result:
-    """The same schedules with noise that costs epsilon, each at its best clip bound."""
+    """Run both schedules with honest noise, each at its best clip bound."""
     bench = Bench(data, options)
     rows = [
         row
@@ -96,7 +96,7 @@ def honest(data: str, options: Options) -> Result:
 
 
 def figure_3(options: Options) -> Result:
-    """Methods by epsilon, all with the published noise for the same total."""
+    """Run methods by epsilon, all with the published noise for the same total."""
     bench, values = Bench("mnist", options), {"epsilon": FIGURE_EPSILONS}
     rows = bench.rows("DP-FedAvg", bench.published("fixed", nothing), values)
     rows += bench.rows("ADP-PFL", bench.published("round-level", risks="private"), values)
@@ -105,7 +105,7 @@ def figure_3(options: Options) -> Result:
 
 
 def figure_5(options: Options) -> Result:
-    """Masks, with theorem 2's noise; and what of it is the mask's, what the noise's."""
+    """Run masks with the noise of theorem 2, and variants that separate mask and noise."""
     bench, less = Bench("mnist", options), thinner(80.0)
     values, middle = (
         {"epsilon": FIGURE_EPSILONS, "thinner": [less] * 3},
@@ -126,7 +126,7 @@ def figure_5(options: Options) -> Result:
 
 
 def figure_6(options: Options) -> Result:
-    """Percentiles of the mask at epsilon 5, with theorem 2's noise and with all of it."""
+    """Run percentiles of the mask at epsilon 5, with theorem 2's noise and with all noise."""
     bench = Bench("mnist", options)
     percentiles = PERCENTILES[::3] if options.smoke else PERCENTILES
     build, values = (
@@ -139,7 +139,7 @@ def figure_6(options: Options) -> Result:
 
 
 def honest_figures(options: Options) -> Result:
-    """What figures 3, 5 and 6 compare, with noise that costs epsilon, each row at its best clip bound."""
+    """Run the methods of figures 3, 5 and 6 with honest noise, each at its best clip bound."""
     bench, clips = Bench("mnist", options), (0.03, 0.1, 0.3)
     masks = {"DP-FedAvg": None, "Fisher": bench.fisher}
     rows = [
@@ -159,7 +159,10 @@ def honest_figures(options: Options) -> Result:
 
 
 def figure_4(options: Options) -> Result:
-    """Budget consumed until an accuracy is reached, by ten clients that are always there; epsilon 1 in the mean."""
+    """Measure the budget consumed until an accuracy is reached.
+
+    All ten clients take part in every round, and budgets have mean epsilon 1.
+    """
     bench, rows = Bench("mnist", options, clients=10), []
     own = bench.setting
     one = float(paper_noise(np.ones(1), delta=own.delta)[0]) / own.cohort
@@ -180,9 +183,8 @@ def figure_4(options: Options) -> Result:
             ledger = result.ledger
             noise = np.where(ledger.participants, ledger.client_noise, math.inf)
             claimed = np.cumsum(one / noise, axis=0).mean(axis=1)
-            total = np.cumsum((2 / noise) ** 2, axis=0).max(
-                axis=1
-            )  # one Gaussian in all, replace-one
+            # All rounds together are one Gaussian, under replace-one.
+            total = np.cumsum((2 / noise) ** 2, axis=0).max(axis=1)
             told = float(result.statement["honest"]["upload"]["epsilon"]) == math.inf
             at = [int(row["round"]) for row in result.metrics]
             seen = [
@@ -203,7 +205,10 @@ def figure_4(options: Options) -> Result:
 
 
 def lines_of(result: Result, column: str) -> list[list[str]]:
-    """A line for each method and a cell for each value of `column`; floors have the same cell everywhere."""
+    """Return a line for each method, with a cell for each value of `column`.
+
+    References have the same cell for all values.
+    """
     floors, rows = result["floors"], result["rows"]
     values = sorted({row[column] for row in rows})
     shown = {"chance of two labels": "50"} | {
@@ -217,7 +222,7 @@ def lines_of(result: Result, column: str) -> list[list[str]]:
 
 
 def _cell(row: Row) -> str:
-    """Local models (the global one) [epsilon against who sees sums, uploads]."""
+    """Format accuracies "local (global) [epsilon of sums, epsilon of uploads]"."""
     text = percent(row["local"])
     text += f" ({percent(row['global'])})" if "global" in row else ""
     seen = [number(row[who]) for who in ("aggregate", "upload") if who in row]
@@ -231,7 +236,7 @@ def _flat(alone: Row) -> str:
 
 
 def by_column(result: Result, column: str, *more: str) -> str:
-    """Lines by epsilon or percentile, and what is below them."""
+    """Return the table by epsilon or percentile, with the text below it."""
     values = sorted({row[column] for row in result["rows"]})
     table = markdown_table(
         ["ε" if column == "epsilon" else column, *(f"{value:g}" for value in values)],
@@ -239,13 +244,17 @@ def by_column(result: Result, column: str, *more: str) -> str:
     )
     lost = max(row["dropped"] for row in result["rows"])
     own = result["setting"]
-    facts = f"{own['data']}: {own['clients']} clients of at most {own['examples']} examples, {own['cohort']} in each of "
-    facts += f"{own['rounds']} rounds. Updates dropped as not finite: at most {100 * lost:.1f}% of a cell's."
+    facts = (
+        f"The data are {own['data']}. There are {own['clients']} clients with at most "
+        f"{own['examples']} examples, and {own['cohort']} of them in each of {own['rounds']} "
+        f"rounds. At most {100 * lost:.1f}% of a cell's updates were dropped because they were not "
+        "finite."
+    )
     return "\n\n".join([table, *more, facts, _flat(result["floors"]["alone"]), source(result)])
 
 
 def table_2_markdown(result: Result) -> str:
-    """The table, the paper's beside it, and verdicts."""
+    """Return the table, a comparison with the paper's, and verdicts."""
     printed, found = (
         PRINTED.get(result["setting"]["data"], PRINTED["mnist"]),
         _means(result["rows"]),
@@ -254,9 +263,9 @@ def table_2_markdown(result: Result) -> str:
     apart, matched = np.abs(np.subtract(theirs, ours)), agreement(theirs, ours)
     far = apart.max()
     if far <= 10:
-        verdict = f"reproduced within {far:.1f} points"
+        verdict = f"the table is reproduced within {far:.1f} points ({matched})"
     elif matched.endswith("15 of 15 orderings"):
-        verdict = "ordering reproduced"
+        verdict = f"the ordering is reproduced ({matched})"
     else:
         cells = [(name, epsilon) for name in SCHEDULES for epsilon in EPSILONS]
         name, epsilon = cells[apart.argmax()]
@@ -267,17 +276,23 @@ def table_2_markdown(result: Result) -> str:
         if row["dropped"] > 0.05:
             why = f"it diverges, {100 * row['dropped']:.0f}% of its updates are not finite"
         near = max(gap for gap, (schedule, _) in zip(apart, cells, strict=True) if schedule != name)
-        verdict = f"not, because of {name} at ε {epsilon:g}: {why}; the other budgets are within {near:.1f} points"
+        verdict = (
+            f"the table is not reproduced ({matched}), because of {name} at ε {epsilon:g}: {why}. "
+            f"The other schedule is within {near:.1f} points"
+        )
     gains, claimed = (np.subtract(of["round-level"], of["fixed"]) for of in (found, printed))
-    text = f"Verdict: {verdict} ({matched}). Round-level above fixed: {_signed(gains)}; in the paper: {_signed(claimed)}. "
-    text += f"Fixed above its noise alone: {_signed(np.subtract(found['fixed'], found[DEAF]))}."
+    text = (
+        f"Verdict: {verdict}. Round-level minus fixed, points: {_signed(gains)}; in the paper: "
+        f"{_signed(claimed)}. Fixed minus its noise alone, points: "
+        f"{_signed(np.subtract(found['fixed'], found[DEAF]))}."
+    )
     return by_column(
         result, "epsilon", _beside(printed, {"paper": printed, "reproduced": found}), text
     )
 
 
 def honest_markdown(result: Result) -> str:
-    """The table, beside the paper's numbers and the reproduced ones, and the clip bounds that were chosen."""
+    """Return the table, a comparison with the paper and the reproduction, and the clip bounds."""
     rows, printed = result["rows"], PRINTED.get(result["setting"]["data"], PRINTED["mnist"])
     columns = {
         "paper": printed,
@@ -292,28 +307,31 @@ def honest_markdown(result: Result) -> str:
         "epsilon",
         _beside(printed, columns),
         _chosen(rows),
-        f"Honest above training alone: {gains}.",
+        f"Honest rows minus training alone, points: {gains}.",
     )
 
 
 def _reproduced(data: str) -> dict[str, list[float]]:
-    """Table 2 as it came out, if it was made."""
+    """Return the reproduced table 2, or an empty dict if it was not run."""
     path = HERE / "adp_pfl" / "results" / f"table_2{SUFFIXES.get(data, f'_{data}')}.json"
     return _means(json.loads(path.read_text())["rows"]) if path.exists() else {}
 
 
 def _chosen(rows: Sequence[Row]) -> str:
-    """Clip bounds of tuned rows."""
+    """Return the clip bounds of tuned rows as text."""
     tried = {"clip": [float(clip) for clip in rows[0]["validation"]]}
     chosen = [
         f"{row['method']} at {row['epsilon']:g} {starred({'clip': row['clip']}, tried)}"
         for row in rows
     ]
-    return f"Chosen on held-out examples (* an end of {', '.join(rows[0]['validation'])}): {'; '.join(chosen)}."
+    return (
+        "Clip bounds were chosen on held-out examples (a star marks an end of "
+        f"{', '.join(rows[0]['validation'])}): {'; '.join(chosen)}."
+    )
 
 
 def honest_figures_markdown(result: Result) -> str:
-    """The table, the clip bounds that were chosen, and what is left of the paper's orderings."""
+    """Return the table, the clip bounds, and the differences to DP-FedAvg."""
     rows, at_5 = (
         result["rows"],
         {row["method"]: row["local"] for row in result["rows"] if row["epsilon"] == 5.0},
@@ -327,12 +345,12 @@ def honest_figures_markdown(result: Result) -> str:
         result,
         "epsilon",
         _chosen(rows),
-        f"Above DP-FedAvg at ε 5, points by seed: {'; '.join(gains)}.",
+        f"Differences to DP-FedAvg at ε 5, points by seed: {'; '.join(gains)}.",
     )
 
 
 def _beside(names: Iterable[str], columns: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
-    """Numbers from several sources in one cell."""
+    """Return a table whose cells have numbers from several sources."""
     body = [
         [
             name,
@@ -347,7 +365,7 @@ def _beside(names: Iterable[str], columns: Mapping[str, Mapping[str, Sequence[fl
 
 
 def _means(rows: Sequence[Row]) -> dict[str, list[float]]:
-    """Accuracy % of local models, by method."""
+    """Return the accuracy of local models in percent by method."""
     return {
         name: [100 * float(np.mean(r["local"])) for r in rows if r["method"] == name]
         for name in _names(rows)
@@ -363,15 +381,15 @@ def _signed(values: Sequence[float] | np.ndarray) -> str:
 
 
 def verdict(claims: Mapping[str, bool], why: str, where: str = "") -> str:
-    """Whether what the paper says of the order is found, and if not, why."""
-    found = "ordering reproduced" if all(claims.values()) else f"not, because {why}"
-    return f"Verdict{where}: {found} ({yes_or_no(claims)})."
+    """Return whether the paper's ordering is reproduced, and if not, why."""
+    found = "is reproduced" if all(claims.values()) else f"is not reproduced, because {why}"
+    return f"Verdict{where}: the ordering {found} ({yes_or_no(claims)})."
 
 
 def _above(
     result: Result, name: str, others: Sequence[str], epsilons: Sequence[float]
 ) -> dict[str, bool]:
-    """Whether a method is above others, by claim."""
+    """Return whether a method is above others by claim."""
     found = {(row["method"], row["epsilon"]): np.mean(row["local"]) for row in result["rows"]}
     return {
         f"{name} above {other} at ε {epsilon:g}": bool(found[name, epsilon] > found[other, epsilon])
@@ -381,22 +399,26 @@ def _above(
 
 
 def figure_3_markdown(result: Result) -> str:
-    """Methods by epsilon."""
+    """Return the table of methods by epsilon, and the verdict."""
     free = 100 * float(np.mean(result["floors"]["without noise"]["local"]))
     claims = _above(result, "ADP-PFL", ("DP-FedAvg", "DP-LG"), FIGURE_EPSILONS)
     own = _means(result["rows"])["ADP-PFL"]
     lost = [f"{100 * row['dropped']:.0f}%" for row in result["rows"] if row["method"] == "ADP-PFL"]
-    why = f"with its clients' own noise ADP-PFL diverges: {', '.join(lost)} of its updates at the three ε were dropped "
-    why += "as not finite"
-    gap = f"ADP-PFL at ε 10 is {free - own[-1]:.1f} points below FedAvg without noise. Models that have diverged count "
-    gap += "as 0, below chance."
+    why = (
+        f"ADP-PFL diverges with its clients' own noise, and {', '.join(lost)} of its updates at "
+        "the three ε were dropped because they were not finite"
+    )
+    gap = (
+        f"ADP-PFL at ε 10 is {free - own[-1]:.1f} points below FedAvg without noise. Models that "
+        "have diverged count as 0, below chance."
+    )
     return by_column(
         result, "epsilon", "![accuracy by epsilon](figure_3.png)", f"{verdict(claims, why)} {gap}"
     )
 
 
 def figure_5_markdown(result: Result) -> str:
-    """Masks by epsilon."""
+    """Return the table of masks by epsilon, and the verdict."""
     rows, claims = result["rows"], _above(result, "Fisher", ("top-k", "random"), FIGURE_EPSILONS)
     one = [
         f"{row['method']} {percent(row['local'])}"
@@ -409,14 +431,16 @@ def figure_5_markdown(result: Result) -> str:
     (own,) = (
         np.mean(row["local"]) for row in rows if (row["method"], row["epsilon"]) == ("Fisher", 5.0)
     )
-    why = "what a mask brings is the noise that theorem 2 takes away: at ε 5 as little of it without a mask gives "
-    why += f"{100 * plain:.1f}, {100 * (plain - own):+.1f} points from Fisher's"
-    text = f"{verdict(claims, why)} At ε 5 besides: {', '.join(one)}."
+    why = (
+        "a mask gains through the noise that theorem 2 removes: at ε 5 the same reduced noise "
+        f"without a mask gives {100 * plain:.1f}, {100 * (plain - own):+.1f} points from Fisher"
+    )
+    text = f"{verdict(claims, why)} Other accuracies at ε 5: {', '.join(one)}."
     return by_column(result, "epsilon", "![accuracy by epsilon](figure_5.png)", text)
 
 
 def figure_6_markdown(result: Result) -> str:
-    """Percentiles of the mask."""
+    """Return the table of the mask's percentiles, and the verdicts."""
     found = {name: {} for name in _names(result["rows"])}
     for row in result["rows"]:
         found[row["method"]][row["percentile"]] = float(np.mean(row["local"]))
@@ -434,12 +458,12 @@ def figure_6_markdown(result: Result) -> str:
         why[name] = (
             f"masks are within {far:.1f} points of none, and the {best:g}th percentile is the best"
         )
-    text = " ".join(verdict(claim, why[name], f", {name}") for name, claim in claims.items())
+    text = " ".join(verdict(claim, why[name], f" for {name}") for name, claim in claims.items())
     return by_column(result, "percentile", "![accuracy by percentile](figure_6.png)", text)
 
 
 def figure_4_markdown(result: Result) -> str:
-    """Claimed budget of a client when an accuracy was first reached."""
+    """Return the table of a client's claimed budget when an accuracy was first reached."""
     head = ["accuracy of local models", *(f"{100 * level:g}%" for level in LEVELS), "at the end"]
     lines, needed = [], {}
     for row in result["rows"]:
@@ -477,13 +501,19 @@ def figure_4_markdown(result: Result) -> str:
     text = verdict(claims, "adaptive budgets reach these accuracies with no more")
     if all(end < 50 for _, end in course.values()):
         ends = "; ".join(f"{name} {start:.1f}, {end:.1f}" for name, (start, end) in course.items())
-        text = "Verdict: not, because under this noise all end below chance of two labels: a level is met early, or by "
-        text += f"fluctuation. At the first evaluation and the last: {ends}."
+        text = (
+            "Verdict: the ordering is not reproduced, because under this noise all methods end "
+            "below chance of two labels. A level is met early, or by fluctuation. Accuracies at "
+            f"the first and the last evaluation: {ends}."
+        )
     return "\n\n".join([markdown_table(head, lines), text, _flat(floors["alone"]), source(result)])
 
 
 def draw(column: str, result: Result, path: pathlib.Path) -> None:
-    """Accuracy of local models by epsilon or percentile, mean over seeds, bars from least to largest."""
+    """Draw the accuracy of local models by epsilon or percentile.
+
+    Points are means over seeds, and bars reach from the least to the largest value.
+    """
     with plots.style():
         figure = plots.new_figure(plots.DOUBLE, 3.2)
         axes = figure.subplots()

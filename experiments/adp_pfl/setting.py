@@ -1,4 +1,4 @@
-"""What the table and figures of ADP-PFL share: the paper's setting, its methods, and how they are run and tested."""
+"""Setting and methods of ADP-PFL's table and figures, and the functions that run and test them."""
 
 import dataclasses
 import functools
@@ -31,27 +31,33 @@ from jaxfl.types import Algorithm, ClientData, Clients, Params, Tree
 Build = Callable[..., Algorithm]
 Row = dict[str, Any]
 TUNING = 100
-"""The seed of tuning runs; results have others."""
+"""Seed of tuning runs. Results have other seeds."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """The paper's, but for `examples`; what it leaves open (batch, clip, beta, delta) is ours."""
+    """Settings of the paper, except for `examples`.
+
+    Batch, clip bound, beta and delta are ours, because the paper omits them.
+    """
 
     data: str
     clients: int = 100
     share: float = 0.2
-    """Of the labels, per client."""
+    """Share of the labels of each client."""
     cohort: int = 10
     rounds: int = 100
     examples: int = 100
-    """Training examples per client, at most; the paper's clients have all, 500 or 600 in the mean."""
+    """Greatest number of training examples of a client.
+
+    The paper's clients have all of theirs, on average 500 or 600.
+    """
     batch_size: int = 20
     epochs: int = 5
     learning_rate: float = 0.01
     momentum: float = 0.5
     clip: float = 1.0
-    """Of the published noise, whose rows do not tune it."""
+    """Clip bound of rows with the published noise, which do not tune it."""
     percentile: float = 80.0
     beta: float = 1.0
     delta: float = 1e-5
@@ -68,7 +74,7 @@ SMOKE: dict[str, Any] = {
 
 
 class Bench:
-    """Clients of a data set, and how methods are run on them and tested."""
+    """Clients of a data set, and the functions that run and test methods on them."""
 
     def __init__(self, data: str, options: Options, **changes: Any) -> None:
         self.setting = dataclasses.replace(
@@ -79,9 +85,10 @@ class Bench:
         self.model = model_for("lenet", self.data)
         self.config = dataclasses.asdict(self.setting)
 
-    @functools.cache  # noqa: B019 (as long as the program)
+    # The bench lives as long as the program, so the cache leaks nothing.
+    @functools.cache  # noqa: B019
     def clients(self, seed: int) -> Clients:
-        """With a share of the labels each, tested on examples of the same labels."""
+        """Make clients with a share of the labels each, tested on examples of the same labels."""
         own, labels = (
             self.setting,
             {"labels": self.data.train_labels, "test_labels": self.data.test_labels},
@@ -94,11 +101,11 @@ class Bench:
 
     @functools.cache  # noqa: B019
     def held_out(self, seed: int) -> Clients:
-        """The same, tested on a fifth of their training examples, which they do not train on."""
+        """Make clients that are tested on a held-out fifth of their training examples."""
         return hold_out(self.clients(seed), 0.2, seed=seed)
 
     def passes(self, learning_rate: Any = None, epochs: int | None = None) -> LocalSGD:
-        """A client's passes over its examples in a round."""
+        """Return a client's passes over its examples in a round."""
         own = self.setting
         rate = own.learning_rate if learning_rate is None else learning_rate
         return LocalSGD(
@@ -108,7 +115,7 @@ class Bench:
         )
 
     def budgets(self, schedule: str) -> Float[np.ndarray, "T"]:
-        """Of the rounds, 1 in the mean: equal totals whatever the schedule."""
+        """Return the budgets of the rounds with mean 1, so that schedules have equal totals."""
         rounds = self.setting.rounds
         if schedule == "fixed":
             return fixed_budgets(float(rounds), rounds)
@@ -120,7 +127,10 @@ class Bench:
         mask: Callable[[Any], MaskFn | None] = fisher_percentile,
         **options: Any,
     ) -> Build:
-        """The paper's noise, C/m, for budgets of `epsilon` in the mean; `thinner` multiplies it (theorem 2)."""
+        """Return a builder with the paper's noise, of sensitivity C/m.
+
+        The budgets have mean `epsilon`, and `thinner` multiplies the noise (theorem 2).
+        """
         own, noise = self.setting, paper_noise(self.budgets(schedule), delta=self.setting.delta)
 
         def build(epsilon: Any, percentile: Any = own.percentile, thinner: Any = 1.0) -> Algorithm:
@@ -135,7 +145,7 @@ class Bench:
         return build
 
     def published_dp_lg(self, epsilon: Any) -> Algorithm:
-        """DP-LG with the paper's noise for a fixed budget."""
+        """Build DP-LG with the paper's noise for a fixed budget."""
         own = self.setting
         options: dict[str, Any] = {
             "sampling": FixedSize(own.cohort),
@@ -150,11 +160,11 @@ class Bench:
 
     @property
     def fisher(self) -> MaskFn:
-        """The paper's mask."""
+        """Return the paper's mask."""
         return fisher_percentile(self.setting.percentile)
 
     def honest(self, schedule: str, mask: MaskFn | None) -> Build:
-        """Noise of the server, `least` in the round of the largest budget."""
+        """Return a builder with noise of the server, `least` in the round of the largest budget."""
         budgets = self.budgets(schedule)
 
         def build(least: Any, clip: Any) -> Algorithm:
@@ -164,12 +174,12 @@ class Bench:
         return build
 
     def honest_dp_lg(self, least: Any, clip: Any) -> Algorithm:
-        """DP-LG with noise of the server."""
+        """Build DP-LG with noise of the server."""
         return dp_lg(self.model, noise_multiplier=least, clip=clip, **self.sampled)
 
     @property
     def sampled(self) -> dict[str, Any]:
-        """How clients take part and train where the noise is honest."""
+        """Return the arguments of sampling and training for honest noise."""
         own = self.setting
         return {
             "sampling": Poisson(own.cohort / own.clients),
@@ -178,7 +188,7 @@ class Bench:
         }
 
     def least_noise(self, schedule: str, epsilon: float) -> float:
-        """Noise that spends an epsilon against who sees sums; see `honest`."""
+        """Return the noise for an epsilon against an observer of sums, see `honest`."""
         own, budgets = self.setting, self.budgets(schedule)
         run: dict[str, Any] = {"clients": own.clients, "rounds": own.rounds, "delta": own.delta}
         return calibrate(
@@ -197,14 +207,14 @@ class Bench:
         tuning: bool = False,
         **shown: Any,
     ) -> list[Row]:
-        """A row of each point: over seeds, accuracies of local models and of the global one, and the epsilons.
+        """Return a row for each point, with epsilons and accuracies of local and global models.
 
         Args:
-            name: of the runs' folder.
-            build: a point's values to algorithm; all points are one program.
-            values: columns by argument.
-            tuning: one seed, tested on examples held out of the training splits.
-            shown: of the row.
+            name: Name of the runs' folder.
+            build: Function from a point's values to the algorithm. All points share one program.
+            values: Columns of numbers by argument.
+            tuning: Whether to run only the tuning seed, tested on held-out training examples.
+            shown: Further entries of each row.
         """
         seeds, make = ((TUNING,), self.held_out) if tuning else (self.seeds, self.clients)
         run: dict[str, Any] = {
@@ -245,13 +255,13 @@ class Bench:
         seed: int,
         left: list[Tree],
     ) -> list[float]:
-        """Accuracy after each client's own passes from what the points left behind, states of server and clients."""
+        """Return accuracies after each client's own passes from the final states of the points."""
         return evaluated(
             lambda **point: self.tested_locally(build(**point)), values, clients, seed, left
         )
 
     def tested_locally(self, method: Algorithm) -> Algorithm:
-        """The method, tested after a round's passes of each client over its own examples, which nobody sees."""
+        """Return the method, tested after each client's own passes, of which nothing is sent."""
 
         def personalize(
             key: Key[Array, ""], server: Tree, client: Tree, data: ClientData
@@ -269,14 +279,14 @@ class Bench:
         clips: Sequence[float],
         schedule: str = "fixed",
     ) -> list[Row]:
-        """A row of each epsilon, at the clip bound that is best for local models on held-out examples.
+        """Return a row for each epsilon, at the clip bound that is best on held-out examples.
 
         Args:
-            name: of the method.
-            build: noise and clip bound to algorithm; see `honest`.
-            epsilons: against who sees sums.
-            clips: to choose from.
-            schedule: of the budgets.
+            name: Name of the method.
+            build: Function from noise and clip bound to the algorithm, see `honest`.
+            epsilons: Epsilons against an observer of sums.
+            clips: Clip bounds to choose from.
+            schedule: Schedule of the budgets.
         """
         least = [self.least_noise(schedule, epsilon) for epsilon in epsilons]
         tried = self.rows(
@@ -294,7 +304,7 @@ class Bench:
         ]
 
     def floors(self) -> dict[str, Row]:
-        """What no noise is needed for: untrained, alone, and federated without noise."""
+        """Return the references: an untrained model, training alone, and FedAvg without noise."""
 
         def without_noise(learning_rate: Any) -> Algorithm:
             mechanism = Mechanism(
@@ -312,7 +322,7 @@ class Bench:
         return {"untrained": {"local": untrained}, "alone": self.alone(), "without noise": ceiling}
 
     def alone(self) -> Row:
-        """Local-only, at the learning rate and the number of passes that are best on held-out examples."""
+        """Run local-only at the rate and number of passes that are best on held-out examples."""
         rows, facts = trained_alone(
             self.model,
             self.passes,

@@ -1,1 +1,1 @@
-"""Claims of privacy, audited from below."""
+"""Audits of privacy statements and published claims."""

@@ -1,10 +1,10 @@
-"""Honest statements and published claims under audit: an epsilon from above, from below, and as claimed.
+"""Audits of honest statements and of published claims, with epsilons from above and from below.
 
 python -m experiments.audit honest
 python -m experiments.audit published
 
-A network with one hidden layer on digits; 1,000 canaries. An honest statement may be refuted in at most one run of
-twenty, by the confidence of the bound; a claim that is refuted is false.
+The task is digits, with a network of one hidden layer. Bounds have 95% confidence, so an honest
+statement may be refuted in at most one run of twenty. A claim that is refuted is false.
 """
 
 import dataclasses
@@ -51,14 +51,14 @@ from jaxfl.types import Algorithm, Clients
 
 CLIENTS, ROUNDS, CLIP, DELTA = 40, 20, 0.5, 1e-5
 FEDDPA_DELTA = 0.1
-"""Of the published code, with which its rule gives the noise."""
+"""Delta of the published code, for which its rule gives the noise."""
 CANARIES = {"honest": 1000, "published": 8000}
 MODEL = mlp((8, 8, 1), 10, hidden=(1024,))
 LOCAL = LocalSGD(optax.sgd(0.1), batch_size=8)
 
 
 def honest() -> dict[str, tuple[Algorithm, int]]:
-    """Methods whose statement is a theorem's, by name, and how often each runs."""
+    """Return methods with an honest statement by name, and the number of runs of each."""
     run: dict[str, Any] = {"clients": CLIENTS, "rounds": ROUNDS}
 
     def noisy(target: float, mechanism: Mechanism) -> Mechanism:
@@ -90,7 +90,10 @@ def honest() -> dict[str, tuple[Algorithm, int]]:
 
 
 def published(clients: Clients) -> dict[str, tuple[Algorithm, int]]:
-    """Methods as printed, with a claim of 1 where the paper's rule has a total, by name."""
+    """Return methods as printed by name, and the number of runs of each.
+
+    The claim is 1 if the paper's rule has a total.
+    """
     smallest, number = int(np.min(clients.train_size)), int(np.sum(clients.train_size))
     shared: dict[str, Any] = {"local": LOCAL, "sampling": Full(), "clip": CLIP, "delta": DELTA}
     rule: dict[str, Any] = {
@@ -107,27 +110,31 @@ def published(clients: Clients) -> dict[str, tuple[Algorithm, int]]:
     return {
         "FedDPA, noise by example and step": (
             feddpa_paper(
-                MODEL, noise_multiplier=sigma, clients=CLIENTS, claim=1.0, **shared | {"delta": FEDDPA_DELTA}), 3),
+                MODEL, noise_multiplier=sigma, clients=CLIENTS, claim=1.0,
+                **shared | {"delta": FEDDPA_DELTA}), 3),
         "DP-pFedDSU, noise on the private mask": (
             dp_pfeddsu_paper(MODEL, noise_multiplier=z, clients=CLIENTS, claim=1.0, **shared), 3),
         "ADP-PFL, sensitivity C/m": (
             adp_pfl_paper(
-                MODEL, noise=paper_noise(budgets, delta=DELTA) / CLIENTS, sensitivity="C", claim=1.0, **shared), 3),
-        "PADPFL, sensitivity 2C/m": (padpfl_paper(MODEL, epsilon=1.0, smallest=smallest, rounds=ROUNDS, **shared), 3),
+                MODEL, noise=paper_noise(budgets, delta=DELTA) / CLIENTS, sensitivity="C",
+                claim=1.0, **shared), 3),
+        "PADPFL, sensitivity 2C/m": (
+            padpfl_paper(MODEL, epsilon=1.0, smallest=smallest, rounds=ROUNDS, **shared), 3),
         "PDP-FL, sensitivity 2C/m": (
             pdp_fl_paper(MODEL, budgets=asked, epsilon_max=1.0, smallest=smallest, **shared), 3),
     }  # fmt: skip
 
 
 def clients() -> Clients:
-    """All of digits, evenly."""
+    """Make clients that share all of digits evenly."""
     data = load("digits")
     lists = iid(data.train_labels, CLIENTS, seed=0)
     return make_clients(data, lists, matching(lists, data.train_labels, data.test_labels, seed=0))
 
 
 def run(part: str, options: Options) -> Result:
-    """Audit every method of a part, for its own number of seeds; most of the time would go into compiling it well."""
+    """Audit every method of a part, with its own number of seeds."""
+    # Otherwise most of the time would be spent in the compiler.
     compile_quickly()
     everybody = clients()
     methods, canaries = honest() if part == "honest" else published(everybody), CANARIES[part]
@@ -152,7 +159,7 @@ def run(part: str, options: Options) -> Result:
 
 
 def audit(method: Algorithm, everybody: Clients, count: int, canaries: int) -> dict[str, Any]:
-    """One method, once for each seed, in one program."""
+    """Audit a method once for each seed, in one program."""
     keys = jax.vmap(jax.random.key)(np.arange(count))
     build: Callable[..., Algorithm] = lambda: method  # noqa: E731
     options: dict[str, Any] = {"eval_every": ROUNDS, "progress": False, "audit": Canaries(canaries)}
@@ -175,17 +182,25 @@ def audit(method: Algorithm, everybody: Clients, count: int, canaries: int) -> d
 
 
 def markdown(result: Result) -> str:
-    """What the README says of a part."""
+    """Return the README's text for a part."""
     text = TEXT[result["study"]].format(**result["setting"])
     return f"{text}\n\n{table(result)}\n\n{dated(result)}; {result['seconds']} seconds."
 
 
-HEADER = ("method", "δ", "claimed", "from above", "from below: median, largest", "runs above claim, statement",
-          "estimate", "accuracy % (without canaries)")  # fmt: skip
+HEADER = (
+    "method",
+    "δ",
+    "claimed",
+    "from above",
+    "from below: median, largest",
+    "runs above claim, statement",
+    "estimate",
+    "accuracy % (without canaries)",
+)
 
 
 def table(result: Result) -> str:
-    """The rows of one part."""
+    """Return the table of a part."""
     lines = []
     for name, row in result["methods"].items():
         bounds, limits = np.array(row["at_least"]), (row["claimed"], row["stated"])
@@ -220,16 +235,19 @@ def table(result: Result) -> str:
 
 
 TEXT = {
-    "honest": """{clients} clients with all of {data}, evenly; {rounds} rounds, clip {clip}, a network with one hidden
-layer; {canaries} canaries. Epsilons are those of whole clients (zero-out) against who sees all sums. The bound may
-exceed a true statement in one run of twenty. One far below the statement says nothing: there is a limit to what so many
-canaries can prove, however weak the noise.""",
-    "published": """The same clients; {canaries} canaries. Each method as printed, its noise by the paper's rule for a
-claim of 1 (of all rounds; PDP-FL's rule counts one round), but DP-pFedDSU's, whose rule leaves a constant open: its
-noise is calibrated. Claim, theorem and bound are for the same delta. PADPFL and PDP-FL claim epsilon for one example,
-and FedDPA's rule counts examples too; canaries are whole clients, so that a bound above a claim refutes it for clients.
-"None": no theorem gives a finite epsilon. Canaries lie in the sum alone: who sees single uploads, or the zeros of a
-private mask, does better. A claim that is not refuted here is not thereby true.""",
+    "honest": """The {clients} clients share all of {data} evenly. A run has {rounds} rounds
+with clip bound {clip}, a network with one hidden layer, and {canaries} canaries. Epsilons are
+client-level (zero-out), against an observer of all sums. A bound may exceed a true statement in
+one run of twenty. A bound far below the statement proves nothing, because this many canaries
+can prove only so much, however weak the noise.""",
+    "published": """The clients are the same, with {canaries} canaries. Each method runs as
+printed, with noise by the paper's rule for a claim of 1. The claim covers all rounds, except
+that PDP-FL's rule counts one round. DP-pFedDSU's rule leaves a constant open, so its noise is
+calibrated. Claim, theorem and bound have the same delta. PADPFL and PDP-FL claim an epsilon for
+one example, and FedDPA's rule counts examples too. Canaries are clients, so a bound above a
+claim refutes the claim for clients. "None" means that no theorem gives a finite epsilon.
+Canaries are visible in the sum only, so an observer of single uploads, or of the zeros of a
+private mask, can prove more. A claim that is not refuted here may still be false.""",
 }
 
 STUDIES = {

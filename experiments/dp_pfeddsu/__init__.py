@@ -1,1 +1,1 @@
-"""DP-pFedDSU: its tables and its figure, with honest noise and as printed, and what decides them."""
+"""DP-pFedDSU's tables and figure, with honest noise and as printed."""

@@ -1,4 +1,4 @@
-"""DP-pFedDSU's tables and its figure: with honest noise and as printed, and what its clip bound leaves of them.
+"""DP-pFedDSU's tables and figure with honest noise and as printed, and its clip bound's effect.
 
 python -m experiments.dp_pfeddsu clip
 """
@@ -41,33 +41,47 @@ PAPER = {
     5: (49.00, 53.00, 48.86, 53.92, 55.76),
     10: (36.98, 43.02, 36.29, 41.06, 43.92),
 }
-"""Table II of the paper, CIFAR-10, epsilon 1: accuracy in percent of `METHODS`, by classes of a client."""
+"""Accuracies of `METHODS` in table II in percent, CIFAR-10, epsilon 1, by classes of a client."""
 PAPER_EPSILONS = {
-    0.5: (48.84, 51.62, 48.76, 53.40, 55.71), 1.0: PAPER[5], 2.0: (53.13, 55.50, 52.94, 54.85, 55.94)
-}  # fmt: skip
-"""Table III, five classes of a client."""
+    0.5: (48.84, 51.62, 48.76, 53.40, 55.71),
+    1.0: PAPER[5],
+    2.0: (53.13, 55.50, 52.94, 54.85, 55.94),
+}
+"""Accuracies of `METHODS` in table III by epsilon, with five classes of a client."""
 PAPER_PARTS = {10: (41.06, 43.38, 43.92), 5: (53.92, 55.05, 55.76)}
-"""Table IV: neither part, reparameterised training (RT), and RT with the dynamic adaptive norm (DAN)."""
+"""Accuracies in table IV by classes of a client.
+
+The parts are none, reparameterised training (RT), and RT with the dynamic adaptive norm (DAN).
+"""
 SWEPT: dict[str, tuple[str, tuple[float, ...], tuple[float, ...]]] = {
-    "table_5": ("density", (0.01, 0.05, 0.1, 0.3, 0.5, 0.7, 0.9), (42.1, 42.23, 41.25, 41.95, 41.32, 42.04, 42.18)),
+    "table_5": (
+        "density",
+        (0.01, 0.05, 0.1, 0.3, 0.5, 0.7, 0.9),
+        (42.1, 42.23, 41.25, 41.95, 41.32, 42.04, 42.18),
+    ),
     "table_6": ("sparse_layers", (1, 2, 3, 4), (42.23, 41.56, 41.6, 43.4)),
     "table_7": (
-        "penalty_weight", (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7), (43.38, 43.92, 43.41, 42.69, 42.72, 43.06, 43.35)
+        "penalty_weight",
+        (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7),
+        (43.38, 43.92, 43.41, 42.69, 42.72, 43.06, 43.35),
     ),
-}  # fmt: skip
-"""Tables V to VII, ten classes: what is varied, its values, the accuracies; the paper's VI goes on to eight layers."""
+}
+"""Varied number, its values, and the accuracies in tables V to VII, with ten classes of a client.
+
+The paper's table VI has up to eight layers.
+"""
 LETTERS = {"density": "S", "sparse_layers": "sparse layers", "penalty_weight": "λ"}
 BOTH = ("DP-pFedDSU", PRINTED)
 MEDIAN_EPSILONS = (1.0, 8.0, 64.0)
 HEADS, CLIPS = (1, 5, 15), (0.01, 0.1, 1.0)
 PASSES = (15, 100, 600)
-"""Passes of a head on random features; the paper has 15 in a round."""
+"""Passes of a head on random features. The paper has 15 in a round."""
 
 
 def result_of(
     bench: Bench, rows: Sequence[Row], classes: Sequence[int], **more: Any
 ) -> dict[str, Any]:
-    """Settings, floors and rows."""
+    """Return settings, references and rows."""
     floors = {str(number): bench.floors(number) for number in classes}
     return {
         "setting": dataclasses.asdict(bench.setting),
@@ -77,7 +91,7 @@ def result_of(
 
 
 def by_classes(options: Options) -> Result:
-    """All methods at epsilon 1, by classes of a client."""
+    """Run all methods at epsilon 1, by classes of a client."""
     bench = Bench(options)
     rows = [
         row
@@ -89,13 +103,13 @@ def by_classes(options: Options) -> Result:
 
 
 def by_epsilon(options: Options) -> Result:
-    """All methods with five classes of a client, by epsilon."""
+    """Run all methods with five classes of a client, by epsilon."""
     bench = Bench(options)
     return result_of(bench, bench.at_paper_clip(5), (5,))
 
 
 def by_part(options: Options) -> Result:
-    """CENTAUR, sparse training without and with the adaptive norm."""
+    """Run CENTAUR, and sparse training without and with the adaptive norm."""
     bench, rows = Bench(options), []
     for classes in PAPER_PARTS:
         rows += [
@@ -112,15 +126,15 @@ def by_part(options: Options) -> Result:
             rows += [
                 row | {"part": "RT"}
                 for row in bench.rows(method, classes, {"epsilon": [1.0], "penalty_weight": [0.0]})
-            ]  # fmt: skip
+            ]
     return result_of(bench, rows, tuple(PAPER_PARTS))
 
 
 def by_number(table: str, options: Options) -> Result:
-    """DP-pFedDSU with ten classes of a client and one of its numbers varied, at epsilon 1.
+    """Run DP-pFedDSU with ten classes of a client and one of its numbers varied, at epsilon 1.
 
-    The paper names neither the number of sparse layers of its table V nor lambda in V and VI: with one layer and with
-    lambda = 0 its tables have equal accuracies where they meet.
+    The paper names neither the number of sparse layers of its table V nor lambda in V and VI. With
+    one layer and lambda = 0 its tables have equal accuracies where they overlap.
     """
     bench, (name, values, _) = Bench(options), SWEPT[table]
     values = values[:2] if options.smoke else values
@@ -141,7 +155,7 @@ def by_number(table: str, options: Options) -> Result:
 
 
 def figure_2(options: Options) -> Result:
-    """Training loss by round, of the rows of table II with five classes."""
+    """Return the training loss by round, for the rows of table II with five classes."""
     rows = [row for row in Bench(options).at_paper_clip(5) if row["target"] == 1.0]
     return {
         "setting": dataclasses.asdict(Bench(options).setting),
@@ -150,11 +164,11 @@ def figure_2(options: Options) -> Result:
 
 
 def clip(options: Options) -> Result:
-    """The paper's clip bound with noise, without it, and no bound; and a bound as long as updates are."""
+    """Run methods at the paper's clip bound with and without noise, unbounded, and at a median."""
     bench, rows = Bench(options), []
     for method in (*METHODS, WHOLE):
         sparse = method == "DP-pFedDSU"
-        # Without a bound there is nothing that its penalty could draw the norm to.
+        # The penalty draws the norm to the bound, so it is 0 without a bound.
         free = {"penalty_weight": [bench.setting.penalty_weight, 0.0]} if sparse else {}
         noisy = (
             {"penalty_weight": [bench.setting.penalty_weight] * len(MEDIAN_EPSILONS)}
@@ -179,7 +193,7 @@ def clip(options: Options) -> Result:
 
 
 def head(options: Options) -> Result:
-    """Head passes and clip bound chosen on held-out examples for each method, with noise and without."""
+    """Run each method at its best head passes and clip bound, with and without noise."""
     bench = Bench(options)
     heads, clips = (HEADS[:1], CLIPS[:2]) if options.smoke else (HEADS, CLIPS)
     rows = [
@@ -191,7 +205,7 @@ def head(options: Options) -> Result:
 
 
 def untrained(options: Options) -> Result:
-    """Fit heads at the paper's size to a ResNet-20 that nobody trains."""
+    """Fit heads at the paper's size to an untrained ResNet-20."""
     bench = Bench(options, **PUBLISHED)
     passes = PASSES[:1] if options.smoke else PASSES
     rows = [row for classes in BY_EPSILON for row in bench.on_features(classes, passes)]
@@ -199,12 +213,12 @@ def untrained(options: Options) -> Result:
 
 
 def mean(row: Mapping[str, Any]) -> float:
-    """Accuracy in percent."""
+    """Return the mean accuracy in percent."""
     return 100 * float(np.mean(row["accuracy"]))
 
 
 def found(result: Result, **facts: Any) -> Row:
-    """The row of which this is true."""
+    """Return the only row with these facts."""
     (row,) = (
         row for row in result["rows"] if all(row[name] == value for name, value in facts.items())
     )
@@ -212,7 +226,7 @@ def found(result: Result, **facts: Any) -> Row:
 
 
 def floors(result: Result, columns: Sequence[int]) -> list[list[str]]:
-    """Lines of chance, of local-only, and of heads alone, a cell for each number of classes."""
+    """Return lines of chance, local-only and heads alone, a cell for each number of classes."""
     lines = [["chance", *(f"{100 / classes:.0f}" for classes in columns)]]
     for name, text in {
         "local-only": "local-only",
@@ -228,27 +242,34 @@ def floors(result: Result, columns: Sequence[int]) -> list[list[str]]:
 
 
 def verdict(result: Result, paper: Sequence[float], rows: Sequence[Row]) -> str:
-    """How the rows compare with the paper's, and if not, what they are instead."""
+    """Return whether the rows reproduce the paper's, and if not, why."""
     matched = agreement(paper, [mean(row) for row in rows])
     far, held, total = (float(word) for word in matched.split() if word.replace(".", "").isdigit())
     if far <= 3:
-        return f"reproduced within {far:.1f} points ({matched})"
+        return f"the accuracies are reproduced within {far:.1f} points ({matched})"
     if held == total:
-        return f"ordering reproduced ({matched})"
+        return f"the ordering is reproduced ({matched})"
     from_head = max(
         abs(mean(row) - mean(result["floors"][str(row["classes"])]["head alone"])) for row in rows
     )
     why = "the network, the examples and the rounds are not the paper's"
     if from_head <= 3:
-        why = f"at this clip bound all rows are within {from_head:.1f} points of heads on an untrained extractor"
-    return f"not, because {why} ({matched})"
+        why = (
+            f"at this clip bound all rows are within {from_head:.1f} points of heads on an "
+            "untrained extractor"
+        )
+    return f"accuracies and ordering are not reproduced, because {why} ({matched})"
 
 
 def text(result: Result) -> list[str]:
-    """What is below every table: the setting, how local-only stopped, and where the numbers come from."""
+    """Return the text below every table: setting, passes of local-only, seeds and versions."""
     own = result["setting"]
-    facts = "{data}: {clients} clients of {examples} examples, all in each of {rounds} rounds; {model}; C = {clip:g} "
-    facts += "unless another is named. Accuracy in percent; noise for epsilon by PLD, clients, delta {delta:g}."
+    facts = (
+        "The data are {data} and the network is {model}. All {clients} clients have {examples} "
+        "examples and take part in each of {rounds} rounds. C is {clip:g} unless another one is "
+        "named. Accuracies are in percent. The noise for an epsilon is calibrated by PLD, at "
+        "client level with delta {delta:g}."
+    )
     alone = {classes: of["local-only"] for classes, of in result["floors"].items()}
     curves = [
         stopped(
@@ -263,12 +284,12 @@ def text(result: Result) -> list[str]:
 
 
 def beside(paper: float, *rows: Row) -> str:
-    """The paper's number, and measured ones."""
+    """Format the paper's number with measured ones."""
     return " / ".join([f"{paper:.1f}", *(percent(row["accuracy"]) for row in rows)])
 
 
 def methods_markdown(result: Result, axis: str) -> str:
-    """Tables II and III: methods by classes or epsilon."""
+    """Return tables II and III, methods by classes or epsilon."""
     printed: Mapping[Any, Sequence[float]] = PAPER if axis == "classes" else PAPER_EPSILONS
     columns = [value for value in printed if any(row[axis] == value for row in result["rows"])]
     names = {"classes": "s = {:g}", "target": "ε = {:g}"}
@@ -294,7 +315,7 @@ def methods_markdown(result: Result, axis: str) -> str:
 
 
 def parts_markdown(result: Result) -> str:
-    """Table IV."""
+    """Return table IV."""
     names, lines, told = ("none", "RT", "RT + DAN"), [], []
     for classes, paper in PAPER_PARTS.items():
         rows = {}
@@ -316,7 +337,7 @@ def parts_markdown(result: Result) -> str:
 
 
 def floor_lines(result: Result, classes: Sequence[int]) -> list[list[str]]:
-    """Floors as sentences: a name, and for each number of classes its accuracy."""
+    """Return the references as text: a name, and its accuracy for each number of classes."""
     return [
         [
             f"{name}:",
@@ -328,7 +349,7 @@ def floor_lines(result: Result, classes: Sequence[int]) -> list[list[str]]:
 
 
 def number_markdown(table: str, result: Result) -> str:
-    """Tables V to VII."""
+    """Return one of the tables V to VII."""
     name, values, paper = SWEPT[table]
     rows = {method: [row for row in result["rows"] if row["method"] == method] for method in BOTH}
     values = values[: len(rows[PRINTED])]
@@ -350,8 +371,8 @@ def number_markdown(table: str, result: Result) -> str:
         )
         apart = 100 * float(np.ptp(accuracies.mean(axis=1)))
         told.append(
-            f"Verdict, {method}: {verdict(result, paper[: len(values)], own)}; cells are at most {apart:.1f} points "
-            f"apart, with a standard deviation over seeds of up to {within:.1f}."
+            f"Verdict, {method}: {verdict(result, paper[: len(values)], own)}. Cells differ by at "
+            f"most {apart:.1f} points, with a standard deviation over seeds of up to {within:.1f}."
         )
     below = [" ".join(line) for line in floor_lines(result, (10,))]
     head = [LETTERS[name], *(f"{value:g}" for value in values)]
@@ -359,7 +380,7 @@ def number_markdown(table: str, result: Result) -> str:
 
 
 def figure_markdown(result: Result) -> str:
-    """The picture, and the losses of the last rounds."""
+    """Return the picture, the losses of the last rounds, and the verdict."""
     rows = result["rows"]
     losses = {name: [curve[-1] for curve in row["train_loss"]] for name, row in rows.items()}
     lines = [
@@ -379,10 +400,13 @@ def figure_markdown(result: Result) -> str:
         "falls for all": len(falls) == len(rows),
         "DP-pFedDSU's is the lowest": seen == len(lowest),
     }
-    told = "reproduced"
+    told = "the figure is reproduced"
     if not all(claims.values()):
         still = ", ".join(name for name in rows if name not in falls)
-        told = f"not, because at this clip bound noise outweighs what is sent: it does not fall in every seed for {still}"
+        told = (
+            "the figure is not reproduced, because at this clip bound noise exceeds what is sent: "
+            f"the loss does not fall in every seed for {still}"
+        )
     verdicts = [
         f"Verdict: {told} ({yes_or_no(claims)}; the lowest in {seen} of {len(lowest)} seeds)."
     ]
@@ -393,7 +417,7 @@ def figure_markdown(result: Result) -> str:
 
 
 def clip_markdown(result: Result) -> str:
-    """Methods by clip bound and noise."""
+    """Return the table of methods by clip bound and noise."""
     head = ["", "C = {clip:g}, ε = 1", "C = {clip:g}, no noise", "neither"]
     head = [name.format(**result["setting"]) for name in head]
     head += [f"C of the median, ε = {epsilon:g}" for epsilon in MEDIAN_EPSILONS] + ["that C"]
@@ -405,14 +429,16 @@ def clip_markdown(result: Result) -> str:
         )
     shares = "; ".join(f"{name} {100 * share:.1f}%" for name, share in result["sent"].items())
     density = result["setting"]["density"]
-    note = "The last three columns have the median over rounds and seeds of the mean norm of the updates of the third as "
-    note += "their bound, which no epsilon covers."
+    note = (
+        "The bound in the last three columns of accuracies is the median, over rounds and seeds, "
+        "of the mean norm of updates in the third column. No epsilon covers this choice."
+    )
     sent = f"Share of the extractor that S = {density:g} sends: {shares}."
     return "\n\n".join([markdown_table(head, lines), note, sent, *text(result)])
 
 
 def head_markdown(result: Result) -> str:
-    """Tuned rows."""
+    """Return the table of tuned rows."""
     lines = [[name, *[cell, ""] * 2] for name, cell in floors(result, (5,))]
     for method in (*METHODS, WHOLE):
         rows = [found(result, method=method, target=epsilon) for epsilon in (8.0, math.inf)]
@@ -420,15 +446,18 @@ def head_markdown(result: Result) -> str:
             [method, *(cell for row in rows for cell in (percent(row["accuracy"]), row["chosen"]))]
         )
     points = max(len(row["validation"]) for row in result["rows"])
-    note = f"{points} points for each method and epsilon, tried once on a fifth of the training examples; a star marks an "
-    note += "end of what was tried. No epsilon covers the choice."
+    note = (
+        f"Each method has {points} points at each epsilon. Each point runs once, and is scored on "
+        "a held-out fifth of the training examples. A star marks an end of the points. No epsilon "
+        "covers the choice."
+    )
     return "\n\n".join(
         [markdown_table(["", "ε = 8", "chosen", "no noise", "chosen"], lines), note, *text(result)]
     )
 
 
 def untrained_markdown(result: Result) -> str:
-    """Write a line for each number of passes, and the paper's."""
+    """Return the table with a line for each number of passes, and the paper's line."""
     lines = [["chance", *(f"{100 / classes:.0f}" for classes in BY_EPSILON)]]
     for passes in dict.fromkeys(row["passes"] for row in result["rows"]):
         rows = [found(result, passes=passes, classes=classes) for classes in BY_EPSILON]
@@ -437,8 +466,11 @@ def untrained_markdown(result: Result) -> str:
         ["DP-pFedDSU as published, ε = 1", *(f"{PAPER[classes][-1]:.1f}" for classes in BY_EPSILON)]
     )
     table = markdown_table(["", *(f"s = {classes}" for classes in BY_EPSILON)], lines)
-    facts = "{data}: {clients} clients of {examples} examples, each of which fits a head to an untrained {model} by "
-    facts += "SGD with rate {learning_rate:g}, momentum {momentum:g} and batches of {head_batch}. Accuracy in percent."
+    facts = (
+        "The data are {data}. Each of {clients} clients has {examples} examples, and fits a head "
+        "to an untrained {model} by SGD with rate {learning_rate:g}, momentum {momentum:g} and "
+        "batches of {head_batch}. Accuracies are in percent."
+    )
     return "\n\n".join(
         [table, explained(result), facts.format(**result["setting"]), source(result)]
     )
@@ -452,8 +484,11 @@ def explained(result: Result) -> str:
         gaps[classes] = PAPER[classes][-1] - best
     near = max(map(abs, gaps.values())) <= 3
     below = ", ".join(f"{gap:.1f} (s = {classes})" for classes, gap in gaps.items())
-    claim = yes_or_no({"heads on random features explain the published accuracies": near})
-    return f"Verdict: {claim}; the best heads are below these by {below} points."
+    claim = "explain" if near else "do not explain"
+    return (
+        f"Verdict: heads on random features {claim} the published accuracies. The best heads are "
+        f"below these by {below} points."
+    )
 
 
 draw_losses = functools.partial(draw_curves, values="train_loss", label="training loss", scale=1.0)

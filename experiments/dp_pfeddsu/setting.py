@@ -1,4 +1,4 @@
-"""What the studies of DP-pFedDSU share: the paper's setting, its methods, and how they are run."""
+"""Setting and methods of DP-pFedDSU's studies, and the functions that run them."""
 
 import dataclasses
 import functools
@@ -39,56 +39,57 @@ from jaxfl.types import Algorithm, Clients, Model
 
 Row = dict[str, Any]
 TUNING = 100
-"""The seed of tuning runs; results have others."""
+"""Seed of tuning runs. Results have other seeds."""
 PICTURES = 250
-"""Pictures that an extractor sees at a time."""
+"""Number of pictures that an extractor processes at a time."""
 NO_CLIP = 1e6
-"""No update is as long."""
+"""Clip bound that is longer than any update."""
 METHODS = ("DP-FedAvg-fb", "PPSGD", "PMTL-FT", "CENTAUR", "DP-pFedDSU")
-"""The paper's, in its order."""
+"""Methods of the paper, in its order."""
 PRINTED = "DP-pFedDSU as printed"
 WHOLE = "DP-FedAvg, whole network tuned"
 BY_EPSILON = {2: (1.0,), 5: (0.5, 1.0, 2.0), 10: (1.0,)}
-"""Of tables II and III, by the number of classes of a client."""
+"""Epsilons of tables II and III, by the number of classes of a client."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """The paper's for CIFAR-10 but for the network, the examples, the rounds and the passes of the extractor.
+    """Settings of the paper for CIFAR-10, with another network and fewer examples and rounds.
 
-    What it leaves open (batch, momentum, decay, delta, all clients in every round) is CENTAUR's.
+    Batch, momentum, decay, delta and full participation are CENTAUR's, because the paper omits
+    them.
     """
 
     data: str = "cifar10"
     model: str = "lenet_groupnorm"
     clients: int = 20
     examples: int = 200
-    """Training examples per client; the paper's have 2,500."""
+    """Number of training examples per client, 2,500 in the paper."""
     test: int = 100
-    """Test examples per client."""
+    """Number of test examples per client."""
     rounds: int = 12
     batch_size: int = 25
     head_batch: int = 100
     epochs: int = 1
-    """Passes for the extractor; for DP-FedAvg-fb, for the whole network."""
+    """Passes for the extractor, or for the full network in DP-FedAvg-fb."""
     head_epochs: int = 15
     alone: int = 80
-    """Passes of clients that train alone, at most."""
+    """Greatest number of passes of clients that train alone."""
     learning_rate: float = 0.01
     momentum: float = 0.9
     weight_decay: float = 1e-4
     clip: float = 0.01
     density: float = 0.05
     sparse_layers: int = 2
-    """Of LeNet's four layers with a kernel before the head; these two hold most of the weights."""
+    """Sparse layers among LeNet's four layers before the head. These two hold most weights."""
     penalty_weight: float = 0.2
     mean_weight: float = 2.0
-    """Of PMTL-FT's penalty: lambda = 1 in CENTAUR's experiments, where it is not halved."""
+    """Weight of PMTL-FT's penalty. CENTAUR's experiments have lambda = 1, which is not halved."""
     delta: float = 1e-5
 
 
 PUBLISHED: dict[str, Any] = {"model": "resnet20", "examples": 2500, "test": 500}
-"""The paper's network and examples."""
+"""Changes to the paper's network and numbers of examples."""
 SMOKE: dict[str, Any] = {
     "data": "digits",
     "examples": 20,
@@ -100,7 +101,7 @@ SMOKE: dict[str, Any] = {
 
 
 class Bench:
-    """Clients of some classes each, and how methods are run on them."""
+    """Clients of some classes each, and the functions that run methods on them."""
 
     def __init__(self, options: Options, **numbers: Any) -> None:
         self.setting = dataclasses.replace(Setting(), **numbers | (SMOKE if options.smoke else {}))
@@ -108,9 +109,10 @@ class Bench:
         self.data = load(self.setting.data)
         self.model = model_for(self.setting.model, self.data)
 
-    @functools.cache  # noqa: B019 (as long as the program)
+    # The bench lives as long as the program, so the cache leaks nothing.
+    @functools.cache  # noqa: B019
     def clients(self, classes: int, seed: int) -> Clients:
-        """With as many examples each, tested on disjoint examples of the same classes."""
+        """Make clients of equal sizes, tested on disjoint examples of the same classes."""
         own, labels = self.setting, (self.data.train_labels, self.data.test_labels)
         train, test = classes_per_client(*labels, own.clients, classes, seed=seed)
         rng = np.random.default_rng(seed)
@@ -126,12 +128,12 @@ class Bench:
         return [(train, self.setting.examples), (test, self.setting.test)]
 
     def held_out(self, classes: int, seed: int) -> Clients:
-        """The same, tested on a fifth of their training examples, which they do not train on."""
+        """Make clients that are tested on a held-out fifth of their training examples."""
         return hold_out(self.clients(classes, seed), 0.2, seed=seed)
 
     @functools.cache  # noqa: B019
     def noise(self, epsilon: float) -> float:
-        """The least noise multiplier for an epsilon over all rounds."""
+        """Return the least noise multiplier for an epsilon over all rounds."""
         run: dict[str, Any] = {
             "clients": self.setting.clients,
             "rounds": self.setting.rounds,
@@ -140,7 +142,10 @@ class Bench:
         return 0.0 if math.isinf(epsilon) else calibrate(epsilon, delta=self.setting.delta, **run)
 
     def local(self, epochs: int, rate: Any = None, *, head: bool = False) -> LocalSGD:
-        """Passes with the paper's learning rate, or another; a head has larger batches and no weight decay."""
+        """Return passes with the paper's learning rate, or another one.
+
+        A head has larger batches and no weight decay.
+        """
         own = self.setting
         sgd = optax.sgd(own.learning_rate if rate is None else rate, momentum=own.momentum)
         if head:
@@ -157,13 +162,15 @@ class Bench:
         sparse_layers: int | None = None,
         **numbers: Any,
     ) -> Algorithm:
-        """A method of the paper, or one of its variants.
+        """Build a method of the paper, or one of its variants.
 
         Args:
-            method: its name in the tables.
-            head_epochs: passes of the head in a round and before evaluation; None: the paper's.
-            sparse_layers: None: the setting's.
-            numbers: noise_multiplier, clip; of DP-pFedDSU penalty_weight and density; may be swept.
+            method: Name of the method in the tables.
+            head_epochs: Passes of the head in a round and before evaluation. None takes the
+                paper's number.
+            sparse_layers: Number of sparse layers. None takes that of the setting.
+            numbers: `noise_multiplier`, `clip`, and for DP-pFedDSU `penalty_weight` and `density`.
+                They may be swept.
         """
         own, model = self.setting, self.model
         passes = own.head_epochs if head_epochs is None else head_epochs
@@ -200,14 +207,15 @@ class Bench:
         tuning: bool = False,
         **fixed: Any,
     ) -> list[Row]:
-        """A row of each point, all of a seed's points in one program.
+        """Return a row for each point. All points of a seed run in one program.
 
         Args:
-            method: its name in the tables.
-            classes: s, of each client.
-            points: columns of numbers by argument of `build`, or epsilon in place of the noise multiplier.
-            tuning: one seed, tested on examples held out of the training splits.
-            fixed: other arguments of `build`.
+            method: Name of the method in the tables.
+            classes: s, number of classes of each client.
+            points: Columns of numbers by argument of `build`. `epsilon` replaces the noise
+                multiplier.
+            tuning: Whether to run only the tuning seed, tested on held-out training examples.
+            fixed: Other arguments of `build`.
         """
         own = self.setting
         columns = {name: list(column) for name, column in points.items() if name != "epsilon"}
@@ -247,30 +255,32 @@ class Bench:
     def at_paper_clip(
         self, classes: int, methods: Sequence[str] = (*METHODS, PRINTED)
     ) -> list[Row]:
-        """Every method at the paper's clip bound, with noise for each of the tables' epsilons; shared by them."""
+        """Return rows of all methods at the paper's clip bound, for each epsilon of the tables."""
         epsilons = BY_EPSILON[classes]
         return [
             row for method in methods for row in self.rows(method, classes, {"epsilon": epsilons})
         ]
 
     def floors(self, classes: int) -> dict[str, Row]:
-        """Local-only at its own optimum, and heads on an extractor that is never trained."""
+        """Return local-only at its own optimum, and heads on an untrained extractor."""
         (head,) = self.rows("head alone", classes, {"epsilon": [math.inf]})
         return {"local-only": self.alone(classes), "head alone": head}
 
     @functools.cache  # noqa: B019
     def features(self, seed: int) -> np.ndarray:
-        """Compute what the extractor that a run of this seed starts from makes of all pictures."""
+        """Compute the features of all pictures by the untrained extractor of this seed."""
         model = self.model
         init_key = jax.random.split(jax.random.key(seed), 3)[0]
         weights = model.init(init_key)
-        extract = jax.jit(lambda pictures: model.extract(weights, model.prepare(pictures)))  # pyrefly: ignore
+        extract = jax.jit(
+            lambda pictures: model.extract(weights, model.prepare(pictures))  # pyrefly: ignore
+        )
         pictures = self.clients(2, seed).inputs
         parts = np.split(pictures, range(PICTURES, len(pictures), PICTURES))
         return np.concatenate([extract(part) for part in parts])
 
     def on_features(self, classes: int, passes: Sequence[int]) -> list[Row]:
-        """Fit each client's head to those features, and return a row for each number of passes."""
+        """Fit each client's head to `features`, and return a row for each number of passes."""
         width = self.features(self.seeds[0]).shape[1]
         head = mlp((width,), self.data.classes, hidden=())
 
@@ -294,7 +304,7 @@ class Bench:
         ]
 
     def alone(self, classes: int) -> Row:
-        """Local-only, at the learning rate and the number of passes that are best on held-out examples."""
+        """Run local-only at the rate and number of passes that are best on held-out examples."""
         rates = [0.001, 0.003, 0.01, 0.03, 0.1][: 2 if self.options.smoke else None]
         rows, chosen = trained_alone(
             self.model,
@@ -318,7 +328,7 @@ class Bench:
         heads: Sequence[int],
         clips: Sequence[float],
     ) -> list[Row]:
-        """A row of each epsilon, at the head passes and the clip bound that are best on held-out examples."""
+        """Return a row for each epsilon, at the best head passes and clip bound when held out."""
         targets, bounds = zip(*itertools.product(epsilons, clips), strict=True)
         columns = {"epsilon": targets, "clip": bounds}
         tried = [
@@ -344,7 +354,7 @@ class Bench:
 
 
 def sent_share(model: Model, density: float, sparse_layers: int) -> float:
-    """Share of an extractor's coordinates that DP-pFedDSU sends."""
+    """Return the share of an extractor's coordinates that DP-pFedDSU sends."""
     local = LocalSGD(optax.sgd(0.1))
     private: dict[str, Any] = {
         "sampling": Full(),

@@ -1,1 +1,1 @@
-"""FedAvg on real data: does the simulator learn what it should?"""
+"""FedAvg without privacy on real data."""

@@ -1,4 +1,4 @@
-"""FedAvg without privacy on real data, accuracy on the whole test set by round.
+"""FedAvg without privacy on real data, with its accuracy on the full test set by round.
 
 python -m experiments.fedavg mnist
 """
@@ -28,12 +28,12 @@ from jaxfl.types import Clients
 
 
 class Setting(NamedTuple):
-    """LeNet, plain SGD, a cohort of fixed size."""
+    """Settings of a run of LeNet with plain SGD and cohorts of fixed size."""
 
     data: str = "mnist"
     clients: int = 100
     classes: int = 2
-    """Of each client."""
+    """Number of classes of each client."""
     cohort: int = 10
     epochs: int = 5
     learning_rate: float = 0.05
@@ -44,7 +44,7 @@ class Setting(NamedTuple):
 
 
 def mnist(options: Options) -> Result:
-    """Accuracy by round."""
+    """Return the accuracy by round."""
     setting = Setting()
     if options.smoke:
         setting = setting._replace(data="digits", clients=50, cohort=5, rounds=3, every=1)
@@ -86,7 +86,7 @@ def mnist(options: Options) -> Result:
 
 
 def markdown(result: Result) -> str:
-    """The picture, some of its points, and when the target was reached."""
+    """Return the picture, some of its points, and the first round that reaches the target."""
     own, (row,) = result["setting"], result["rows"].values()
     curves = np.array(row["accuracy_by_round"])
     shown = sorted(
@@ -101,8 +101,11 @@ def markdown(result: Result) -> str:
         next((at for at, value in zip(row["rounds"], curve) if value >= own["target"]), "–")
         for curve in curves
     ]
-    text = "{data}: {clients} clients of {classes} classes, {cohort} in a round, {epochs} passes in batches of "
-    text += "{batch_size}, rate {learning_rate:g}; on the whole test set."
+    text = (
+        "Setting: {data}, {clients} clients of {classes} classes each, {cohort} clients in a "
+        "round, {epochs} passes in batches of {batch_size}, rate {learning_rate:g}. The full test "
+        "set is tested."
+    )
     first = (
         f"First evaluated round of at least {100 * own['target']:g}%, by seed: {listed(reached)}."
     )

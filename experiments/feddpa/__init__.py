@@ -1,1 +1,1 @@
-"""FedDPA: what its noise is worth, and what is left of its accuracy with noise that keeps the claim."""
+"""FedDPA with its published noise, and with noise that honours its claim."""

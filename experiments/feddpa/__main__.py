@@ -1,4 +1,4 @@
-"""FedDPA: what its noise is worth, and its published setting with that noise, with honest noise and with none.
+"""The epsilons of FedDPA's published noise, and its accuracy with published, honest and no noise.
 
 python -m experiments.feddpa noise
 python -m experiments.feddpa reference
@@ -34,32 +34,35 @@ from jaxfl.privacy import Full, Mechanism, calibrate, epsilon, planned_ledger
 from jaxfl.types import Algorithm, ClientData, Clients, Model, Params
 
 SIZES = {"CIFAR-10": 50_000, "SVHN": 73_257}
-"""Training examples."""
+"""Number of training examples of each dataset."""
 TUNING = 100
-"""The seed of tuning runs; results have others."""
+"""Seed of tuning runs. Results have other seeds."""
 NO_CLIP = 1e6
-"""No update is as long."""
+"""Clip bound that is longer than any update."""
 POINTS: dict[str, Any] = {"number": 4, "rate": (3e-4, 3e-3), "clip": (1e-3, 0.5)}
-"""Of what is tuned, for both private methods."""
+"""Number of tuning points, and the ranges of rates and clip bounds, for both private methods."""
 
 
 class Setting(NamedTuple):
-    """The published code's, but for the network and the examples."""
+    """Settings of the published code, except for the network and the examples."""
 
     data: str = "cifar10"
     model: str = "lenet"
     clients: int = 10
     examples: int = 10_000
-    """Training examples of all clients together."""
+    """Number of training examples of all clients together."""
     rule_examples: int = 50_000
-    """Those by which the published rule sets its noise: the whole training set."""
+    """Number of examples by which the published rule sets its noise: the full training set."""
     rounds: int = 15
     alpha: float = 100.0
     batch_size: int = 16
     epochs: int = 2
-    """Passes per stage of FedDPA; the other methods take as many as its two stages, and so does everyone's last."""
+    """Passes in each of FedDPA's two stages.
+
+    The other methods, and the last update before a test, take as many passes as both stages.
+    """
     alone: int = 15
-    """Rounds of a stage's passes for clients that train alone, at most."""
+    """Greatest number of rounds for clients that train alone. A round has one stage's passes."""
     learning_rate: float = 1e-3
     clip: float = 0.5
     epsilon: float = 1.0
@@ -68,22 +71,23 @@ class Setting(NamedTuple):
 
     @property
     def rule(self) -> dict[str, Any]:
-        """Arguments of the published rule, without delta."""
+        """Return the arguments of the published rule, except for delta."""
         numbers = {"batch_size": self.batch_size, "epochs": self.epochs, "rounds": self.rounds}
         return {"examples": self.rule_examples, "rate": 1.0} | numbers
 
 
 class Bench:
-    """Clients, and how methods are run on them and tested."""
+    """Clients, and the functions that run and test methods on them."""
 
     def __init__(self, setting: Setting, options: Options) -> None:
         self.setting, self.options = setting, options
         self.data: Dataset = load(setting.data)
         self.model: Model = model_for(setting.model, self.data)
 
-    @functools.cache  # noqa: B019 (as long as the program)
+    # The bench lives as long as the program, so the cache leaks nothing.
+    @functools.cache  # noqa: B019
     def clients(self, seed: int) -> Clients:
-        """Dirichlet clients over a random part of the training examples."""
+        """Make Dirichlet clients over a random part of the training examples."""
         own = self.setting
         return dirichlet_clients(
             self.data, own.clients, own.alpha, seed=seed, minimum=5, examples=own.examples
@@ -91,15 +95,18 @@ class Bench:
 
     @functools.cache  # noqa: B019
     def held_out(self, seed: int) -> Clients:
-        """The same, tested on a fifth of their training examples, which they do not train on."""
+        """Make clients that are tested on a held-out fifth of their training examples."""
         return hold_out(self.clients(seed), 0.2, seed=seed)
 
     def passes(self, epochs: int, rate: Any) -> LocalSGD:
-        """Adam, with a fresh state."""
+        """Return training by Adam, with a new state in every round."""
         return LocalSGD(optax.adam(rate), self.setting.batch_size, epochs)
 
     def build(self, method: str, noise_multiplier: Any, clip: Any, rate: Any) -> Algorithm:
-        """A method, tested after one more local update from the current global model, of which nothing is sent."""
+        """Build a method that is tested after one more local update from the global model.
+
+        Nothing of that update is sent.
+        """
         own, private = self.setting, {"sampling": Full(), "delta": self.setting.delta}
         stage, whole = self.passes(own.epochs, rate), self.passes(2 * own.epochs, rate)
         if method == "DP-FedAvg":
@@ -122,7 +129,7 @@ class Bench:
     def rows(
         self, method: str, names: Sequence[str], points: Mapping[str, Sequence[float]]
     ) -> list[dict[str, Any]]:
-        """A row of each point: accuracy of the global model, and of clients' models after a local update."""
+        """Return a row for each point, with accuracies before and after a local update."""
         own, build = self.setting, functools.partial(self.build, method)
         run: dict[str, Any] = self.run | {"seeds": self.options.seeds}
         results = sweep_each(method, build, points, self.clients, **run)
@@ -157,7 +164,7 @@ class Bench:
 
     @property
     def run(self) -> dict[str, Any]:
-        """How methods are run."""
+        """Return the arguments with which methods run."""
         own = self.setting
         facts: dict[str, Any] = {
             "rounds": own.rounds,
@@ -168,7 +175,7 @@ class Bench:
         return facts | {"config": own._asdict()}
 
     def tuned(self, method: str, noise_multiplier: float) -> dict[str, Any]:
-        """A row of the clip bound and the rate that are best for clients' models on held-out examples."""
+        """Return a row of the clip bound and rate that are best on held-out examples."""
         points = spread(**POINTS)
         points = {
             name: column[: 2 if self.options.smoke else None] for name, column in points.items()
@@ -190,7 +197,7 @@ class Bench:
         return row | {"points": points, "validation": scores, "chosen": starred(chosen, points)}
 
     def floors(self) -> dict[str, dict[str, Any]]:
-        """The last local update from the untrained network, and local-only at its own optimum."""
+        """Return an update of the untrained network, and local-only at its own optimum."""
         untrained, own = [], self.setting
         points = {"noise_multiplier": [0.0], "clip": [NO_CLIP], "rate": [own.learning_rate]}
         build = functools.partial(self.build, "DP-FedAvg")
@@ -215,7 +222,10 @@ class Bench:
 
 
 def bounds(noise_multiplier: float, setting: Setting) -> dict[str, Any]:
-    """Epsilons of a noise multiplier for clients, by PLD: with our delta and the claimed one; and the rule's claim."""
+    """Return a noise multiplier's epsilons for clients by PLD, and the rule's claim.
+
+    The epsilons are for our delta and for the claimed one.
+    """
     if noise_multiplier == 0:
         return {"honest": math.inf, "same_delta": math.inf, "upload": math.inf, "claim": math.inf}
     mechanism = Mechanism(
@@ -236,13 +246,13 @@ def bounds(noise_multiplier: float, setting: Setting) -> dict[str, Any]:
 
 
 def needed(setting: Setting, delta: float) -> float:
-    """The noise multiplier that the claimed epsilon takes."""
+    """Return the noise multiplier that the claimed epsilon needs."""
     run: dict[str, Any] = {"clients": setting.clients, "rounds": setting.rounds, "sampling": Full()}
     return calibrate(setting.epsilon, delta=delta, **run)
 
 
 def noise(options: Options) -> Result:
-    """What the published rule claims and what its noise keeps, by the accountants alone."""
+    """Return the published rule's claims and its noise's epsilons, from the accountants alone."""
     rows = []
     for name, examples in SIZES.items():
         for delta in (0.1, 1e-5):
@@ -263,7 +273,7 @@ def noise(options: Options) -> Result:
 
 
 def noise_markdown(result: Result) -> str:
-    """Claims and honest epsilons."""
+    """Return the table of claims and honest epsilons."""
     own = result["setting"]
     head = ["data", "δ of the rule", "σ", "claimed ε", "ε, same δ", f"ε, δ = {own['delta']:g}"]
     head += ["replace-one", "uploads", f"σ that keeps ε = {own['epsilon']:g}, same δ"]
@@ -273,15 +283,24 @@ def noise_markdown(result: Result) -> str:
         + [f"{row['needed']:.3g}"]
         for row in result["rows"]
     ]
-    text = "{clients} clients, all in each of {rounds} rounds, batches of {batch_size}, {epochs} passes per stage. "
-    text += "Epsilons of clients by PLD: zero-out, of who sees the sums; replace-one of sums and of uploads with "
-    text += f"delta {own['delta']:g}. Epsilon {own['epsilon']:g} with that delta takes {result['needed']:.3g}."
+    text = (
+        "All {clients} clients take part in each of {rounds} rounds, with batches of {batch_size} "
+    )
+    text += (
+        'and {epochs} passes per stage. Epsilons are client-level, by PLD. The columns "same δ" '
+    )
+    text += 'and "δ = {delta:g}" are zero-out, for an observer of sums. The columns "replace-one" '
+    text += 'and "uploads" are replace-one with δ = {delta:g}, for an observer of sums and one of '
+    text += "uploads. "
+    text += (
+        f"Epsilon {own['epsilon']:g} with δ = {own['delta']:g} needs σ = {result['needed']:.3g}."
+    )
     table = markdown_table(head, lines)
     return "\n\n".join([table, text.format(**own), f"{dated(result)}."])
 
 
 def reference(options: Options) -> Result:
-    """The published noise, honest noise and none; floors and ceilings."""
+    """Run published noise, honest noise and no noise, and the references."""
     setting = Setting()
     if options.smoke:
         setting = setting._replace(data="digits", examples=400, rounds=2, epochs=1, alone=2)
@@ -304,7 +323,7 @@ def reference(options: Options) -> Result:
 
 
 def reference_markdown(result: Result) -> str:
-    """Accuracies before and after the last local update, beside epsilons."""
+    """Return the table of accuracies before and after the last local update, with epsilons."""
     own, floors = result["setting"], result["floors"]
     head = [
         "method",
@@ -331,17 +350,21 @@ def reference_markdown(result: Result) -> str:
         lines.append(
             [row["method"], percent(row["before"]), percent(row["after"]), *point, *numbers]
         )
-    text = "{data}, {model}: {clients} clients of about {share} examples, Dirichlet({alpha:g}), all in each of "
-    text += "{rounds} rounds, batches of {batch_size}; {passes} local passes in a round, and as many before the test, for "
-    text += "every method. Claimed, and same: delta {claimed_delta:g}; else {delta:g}. Epsilons of clients by PLD."
+    text = "The data are {data} and the model is {model}. The {clients} clients have about {share} "
+    text += "examples each, by Dirichlet({alpha:g}), and all take part in each of {rounds} rounds, "
+    text += (
+        "with batches of {batch_size}. Every method has {passes} local passes in a round, and as "
+    )
+    text += 'many before the test. The claim and "same δ" have δ = {claimed_delta:g}, and other '
+    text += "columns δ = {delta:g}. Epsilons are client-level, by PLD."
     text = text.format(
         **own, share=f"{own['examples'] / own['clients']:,.0f}", passes=2 * own["epochs"]
     )
     chosen = "; ".join(
         f"{row['method']}: {row['chosen']}" for row in result["rows"] if "chosen" in row
     )
-    tuned = f"Tuned on held-out examples, {POINTS['number']} points each (* an end of what was tried): {chosen}. "
-    tuned += "No epsilon covers the choice."
+    tuned = f"The tuned rows have {POINTS['number']} points each, scored on held-out examples (a "
+    tuned += f"star marks an end of the points): {chosen}. No epsilon covers the choice."
     flat = stopped(alone["chosen"], alone["passes"], alone["validation"])
     found = {row["method"]: row for row in result["rows"]}
     gains = [
@@ -349,7 +372,7 @@ def reference_markdown(result: Result) -> str:
         for name, row in found.items()
         if "honest" in name or name == "FedAvg"
     ]
-    above = f"Above local-only, points by seed: {'; '.join(gains)}."
+    above = f"Differences to local-only, points by seed: {'; '.join(gains)}."
     table = markdown_table([*head, f"ε, δ = {own['delta']:g}", "uploads"], lines)
     return "\n\n".join([table, text, tuned, flat, above, source(result)])
 

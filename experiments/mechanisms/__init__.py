@@ -1,1 +1,1 @@
-"""Mechanisms of one kind, beside each other."""
+"""Comparisons of two mechanisms at the same epsilon."""

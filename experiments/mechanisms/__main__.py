@@ -1,10 +1,11 @@
-"""Independent against banded noise with 10,000 clients, and fixed against adaptive clip bounds on CIFAR-10.
+"""Comparisons of independent and banded noise, and of fixed and adaptive clip bounds.
 
 python -m experiments.mechanisms noise
 python -m experiments.mechanisms clip
 
-Both mechanisms get the same points at the same epsilon; each point trains once and is scored on validation examples
-that no run trains on. The best point trains anew for every seed and meets the test examples once.
+Both mechanisms get equally many points at the same epsilon. Each point trains once, and is scored
+on validation examples that no run trains on. The best point then trains for every seed, and reads
+the test examples once.
 """
 
 import dataclasses
@@ -43,12 +44,12 @@ EPSILONS = (2.0, 8.0)
 
 
 class Setting(NamedTuple):
-    """A task."""
+    """Settings of a task."""
 
     data: str
     clients: int
     examples: int
-    """Of each client, to train on."""
+    """Number of training examples of each client."""
     validation: int
     cohort: int
     batch_size: int
@@ -57,30 +58,31 @@ class Setting(NamedTuple):
     rates: tuple[float, ...]
     clips: tuple[float, ...]
     quantiles: tuple[float, ...]
-    """In place of `clips` where the bound adapts."""
+    """Quantiles to try instead of `clips` if the bound adapts."""
     free_rates: tuple[float, ...]
-    """Where nothing is clipped."""
+    """Learning rates to try if nothing is clipped."""
     alone: int
-    """Clients that train alone."""
+    """Number of clients that train alone."""
     alone_steps: int
-    """Between two scores of theirs."""
+    """Local steps between two evaluations of clients that train alone."""
 
 
 SETTINGS = {
     "noise": Setting(
-        data="fashion_mnist", clients=10_000, examples=5, validation=1, cohort=1000, batch_size=5, steps=2, rounds=200,
-        rates=(0.1, 0.3), clips=(0.3, 1.0, 3.0), quantiles=(), free_rates=(0.1, 0.3, 1.0), alone=1000, alone_steps=5,
+        data="fashion_mnist", clients=10_000, examples=5, validation=1, cohort=1000, batch_size=5,
+        steps=2, rounds=200, rates=(0.1, 0.3), clips=(0.3, 1.0, 3.0), quantiles=(),
+        free_rates=(0.1, 0.3, 1.0), alone=1000, alone_steps=5,
     ),
     "clip": Setting(
-        data="cifar10", clients=1000, examples=40, validation=10, cohort=200, batch_size=10, steps=2, rounds=30,
-        rates=(0.1, 0.3, 1.0), clips=(0.3, 0.7, 1.5), quantiles=(0.1, 0.5, 0.9), free_rates=(0.1, 0.3, 1.0),
-        alone=25, alone_steps=20,
+        data="cifar10", clients=1000, examples=40, validation=10, cohort=200, batch_size=10,
+        steps=2, rounds=30, rates=(0.1, 0.3, 1.0), clips=(0.3, 0.7, 1.5),
+        quantiles=(0.1, 0.5, 0.9), free_rates=(0.1, 0.3, 1.0), alone=25, alone_steps=20,
     ),
 }  # fmt: skip
 
 
 class Cell(NamedTuple):
-    """A line of the table: what is tuned, and what it adds to the model."""
+    """A line of the table: the tuned method, its epsilon, and the plan of its noise."""
 
     method: Candidate
     epsilon: float = math.inf
@@ -88,7 +90,7 @@ class Cell(NamedTuple):
 
 
 def cells(task: str, model: Model, setting: Setting) -> dict[str, Cell]:
-    """Both mechanisms at every epsilon, and two ceilings."""
+    """Return both mechanisms at every epsilon, and two upper references without noise."""
     found: dict[str, Cell] = {}
     fixed = grid(rate=setting.rates, clip=setting.clips)
     numbers: dict[str, Any] = {
@@ -144,7 +146,10 @@ def cells(task: str, model: Model, setting: Setting) -> dict[str, Cell]:
 
 
 def clients_of(data: Dataset, setting: Setting, seed: int, *, held_out: bool) -> Clients:
-    """Clients of equally many random examples, tested on held-out ones of their own or on test examples."""
+    """Make clients with equally many random examples.
+
+    Clients are tested on held-out examples of their own, or on test examples.
+    """
     rows, test = (
         iid(labels, setting.clients, seed=seed) for labels in (data.train_labels, data.test_labels)
     )
@@ -153,7 +158,10 @@ def clients_of(data: Dataset, setting: Setting, seed: int, *, held_out: bool) ->
 
 
 def run(task: str, options: Options) -> Result:
-    """Tune and run each line of a task; ceilings and clients that train alone run for the first seed only."""
+    """Tune and run each line of a task.
+
+    References without noise, and clients that train alone, run for the first seed only.
+    """
     setting = SETTINGS[task]
     if options.smoke:
         setting = setting._replace(
@@ -173,7 +181,7 @@ def run(task: str, options: Options) -> Result:
         rounds: int,
         every: int,
     ) -> dict[str, Any]:
-        """The best point and round on validation examples, then runs of that for the seeds."""
+        """Choose the best point and round on validation examples, and run them for the seeds."""
         config = {**facts, "points": method.points}
         train: dict[str, Any] = {
             "eval_every": every,
@@ -191,7 +199,8 @@ def run(task: str, options: Options) -> Result:
         )
         best = choose(method.points, results)
         print(
-            f"{name}: {best.chosen}, {best.rounds} rounds, validation {np.round(best.validation, 3)}",
+            f"{name}: {best.chosen}, {best.rounds} rounds, "
+            f"validation {np.round(best.validation, 3)}",
             flush=True,
         )
         tests = run_each(
@@ -237,7 +246,7 @@ def run(task: str, options: Options) -> Result:
 
 
 def told(noise: Plan) -> dict[str, Any]:
-    """What a plan says of the noise."""
+    """Return the facts of a plan that a result stores."""
     return {
         "kind": noise.kind,
         "bands": getattr(noise.mechanism, "bands", 1),
@@ -252,7 +261,7 @@ PAIRS = {"noise": ("banded noise", "independent noise"), "clip": ("adaptive clip
 
 
 def markdown(result: Result) -> str:
-    """What the README says of a task."""
+    """Return the README's text for a task."""
     task, rows = result["study"], result["rows"]
     one, two = (rows[f"{name}, ε {EPSILONS[0]:g}"] for name in PAIRS[task])
     facts = {
@@ -266,7 +275,7 @@ def markdown(result: Result) -> str:
 
 
 def table(result: Result) -> str:
-    """The rows of a task."""
+    """Return the table of a task."""
     lines = []
     for name, row in result["rows"].items():
         noise = (
@@ -292,12 +301,19 @@ def table(result: Result) -> str:
     )
 
 
-HEADER = ("", "z", "noise in the model, over C", "accuracy %", "least to largest, %",
-          "validation %, chosen and worst point", "chosen")  # fmt: skip
+HEADER = (
+    "",
+    "z",
+    "noise in the model, over C",
+    "accuracy %",
+    "least to largest, %",
+    "validation %, chosen and worst point",
+    "chosen",
+)
 
 
 def differences(result: Result) -> str:
-    """Of the two mechanisms, seed by seed."""
+    """Return the differences of the two mechanisms by seed."""
     (better, other), rows, lines = PAIRS[result["study"]], result["rows"], []
     for epsilon in EPSILONS:
         one, two = (rows[f"{name}, ε {epsilon:g}"] for name in (better, other))
@@ -309,25 +325,31 @@ def differences(result: Result) -> str:
 
 
 TEXT = {
-    "noise": """{data}; {clients:,} clients with {examples} random training examples each, a network with one hidden
-layer of 64. {rounds} rounds with {cohort} of the clients expected in each, {steps} local steps on batches of
-{batch_size}. Independent noise is Poisson-sampled; bands and their sampler are those that `plan` finds best for the
-budget. The noise in the model is `plan`'s: the root mean square over rounds, per coordinate, in clip bounds. Clip
-bounds were tried from 0.1 to 1 at ε 2 first, and moved up since the largest was the best.""",
-    "clip": """{data}; {clients:,} clients with {examples} random training examples each, LeNet. {rounds} rounds with
-{cohort} of the clients expected in each by Poisson sampling, {steps} local steps on batches of {batch_size}. The
-adaptive bound starts at 0.1, has the paper's rate of 0.2, and a quantile that is tuned where the fixed bound is; z
-covers update and bit together. The noise in the model is `plan`'s, in bounds that do not move: the root mean square
-over rounds, per coordinate. So few rounds limit the accuracy more than the noise does: see the rows without. Bounds
-were tried from 0.05 to 0.5, and rates from 0.03 to 0.3, for a fixed bound in 50 rounds at ε 2 first, and moved up since
-the largest were the best.""",
+    "noise": """The data are {data}. Each of {clients:,} clients has {examples} random training
+examples, and the network has one hidden layer of 64. A run has {rounds} rounds with an expected
+cohort of {cohort}, and {steps} local steps on batches of {batch_size}. Independent noise is
+Poisson-sampled. The bands and their sampler are the ones that `plan` finds best for the budget.
+The noise in the model comes from `plan`: it is the root mean square over rounds, per
+coordinate, in units of the clip bound. Clip bounds were first 0.1 to 1, at ε 2. We moved them
+up, because the largest was best.""",
+    "clip": """The data are {data}. Each of {clients:,} clients has {examples} random training
+examples, and the network is LeNet. A run has {rounds} rounds with an expected cohort of
+{cohort} by Poisson sampling, and {steps} local steps on batches of {batch_size}. The adaptive
+bound starts at 0.1 and has the paper's rate of 0.2. Its quantile is tuned, as the fixed bound
+is. z covers update and bit together. The noise in the model comes from `plan`, for bounds that
+do not move: it is the root mean square over rounds, per coordinate. The few rounds limit the
+accuracy more than the noise does, as the rows without noise show. For a fixed bound in 50
+rounds at ε 2, bounds were first 0.05 to 0.5, and rates 0.03 to 0.3. We moved both up, because
+the largest were best.""",
 }
 
-PROTOCOL = """Client-level ε by zero-out, δ = {delta:g}. Both mechanisms have the same {points} points at each ε, each
-tried once, with seed {tuning_seed}, on validation examples that no run trains on, {validation} per client; the best
-trains for seeds {seeds}, which draw clients, start and noise. Without noise fewer points are tried, and the seeds are
-{ceilings}. Local-only are {alone} clients of as many examples, for the best number of steps. Mean ± standard deviation
-over seeds. A star marks an end of the grid, beyond which there may be better."""
+PROTOCOL = """ε is client-level and zero-out, with δ = {delta:g}. Both mechanisms have {points}
+points at each ε. Each point runs once with seed {tuning_seed}, and is scored on {validation}
+validation examples per client that no run trains on. The best point trains for seeds {seeds},
+which draw clients, start and noise. The rows without noise have fewer points, and their list of
+seeds is {ceilings}. Local-only has {alone} clients with equally many examples, and the best
+number of steps. The table has mean ± standard deviation over seeds. A star marks an end of the
+grid, beyond which better points may lie."""
 
 
 STUDIES = {

@@ -1,1 +1,1 @@
-"""Methods that every user looks for: what their papers found, on a small task."""
+"""Well-known personalized methods and server optimizers on a small task."""

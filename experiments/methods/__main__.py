@@ -1,10 +1,11 @@
-"""Ditto, APFL, pFedMe, Per-FedAvg, SCAFFOLD and adaptive servers beside FedAvg and local training, on Fashion-MNIST.
+"""Well-known methods on Fashion-MNIST, compared with FedAvg and local training.
 
 python -m experiments.methods personal
 python -m experiments.methods shared
 
-Every method gets the same number of points; one training run of each is scored on validation examples that no run
-trains on. The best point trains anew for every seed and meets the test examples once.
+The methods are Ditto, APFL, pFedMe, Per-FedAvg, SCAFFOLD and adaptive server optimizers. Every
+method gets the same number of points. Each point trains once, and is scored on validation examples
+that no run trains on. The best point then trains for every seed, and reads the test examples once.
 """
 
 import functools
@@ -42,16 +43,16 @@ NO_LIMIT: dict[str, Any] = {"clip": float("inf"), "noise_multiplier": 0.0}
 
 
 class Setting(NamedTuple):
-    """A task."""
+    """Settings of a task."""
 
     clients: int
     classes: int
-    """Of each client."""
+    """Number of classes of each client."""
     examples: int
-    """Of each client, to train on."""
+    """Number of training examples of each client."""
     validation: int
     test: int
-    """Of each client; those of all together are drawn from the whole test set in the shared task."""
+    """Number of test examples of each client. The shared task draws them from the full test set."""
     hidden: tuple[int, ...]
     cohort: int
     batch_size: int
@@ -59,24 +60,24 @@ class Setting(NamedTuple):
     rounds: int
     eval_every: int
     target: float | None = None
-    """An accuracy whose first round is told."""
+    """Accuracy whose first round the table shows."""
 
 
 SETTINGS = {
     "personal": Setting(
-        clients=20, classes=3, examples=40, validation=20, test=300, hidden=(64,), cohort=20, batch_size=10, epochs=5,
-        rounds=40, eval_every=40,
+        clients=20, classes=3, examples=40, validation=20, test=300, hidden=(64,), cohort=20,
+        batch_size=10, epochs=5, rounds=40, eval_every=40,
     ),
     "shared": Setting(
-        clients=50, classes=2, examples=100, validation=20, test=200, hidden=(), cohort=10, batch_size=10, epochs=5,
-        rounds=100, eval_every=2, target=0.75,
+        clients=50, classes=2, examples=100, validation=20, test=200, hidden=(), cohort=10,
+        batch_size=10, epochs=5, rounds=100, eval_every=2, target=0.75,
     ),
 }  # fmt: skip
 TUNING_SEED = 100
 
 
 def personal_methods(model: Model, setting: Setting) -> dict[str, Candidate]:
-    """Methods whose clients are evaluated with a model of their own, and two that have one kind of model."""
+    """Return methods with personal models, and local training and FedAvg, which have one kind."""
     sampling, size, epochs = FixedSize(setting.cohort), setting.batch_size, setting.epochs
     shared = {"sampling": sampling}
 
@@ -138,7 +139,7 @@ def personal_methods(model: Model, setting: Setting) -> dict[str, Candidate]:
 
 
 def shared_methods(model: Model, setting: Setting) -> dict[str, Candidate]:
-    """Methods for one model of all."""
+    """Return methods for one shared model."""
     sampling, size, epochs = FixedSize(setting.cohort), setting.batch_size, setting.epochs
 
     def averaged(rate: float, optimizer: optax.GradientTransformation) -> Algorithm:
@@ -175,9 +176,10 @@ METHODS = {"personal": personal_methods, "shared": shared_methods}
 
 
 def clients_of(data: Dataset, task: str, setting: Setting, seed: int, *, held_out: bool) -> Clients:
-    """Clients of a few classes each; tested on held-out examples of their training splits, or on test examples.
+    """Make clients of a few classes each.
 
-    In the personal task those are of the client's own classes, in the shared task of all.
+    Clients are tested on held-out examples of their training splits, or on test examples. Test
+    examples are of the client's own classes in the personal task, and of all in the shared task.
     """
     generator = np.random.default_rng(seed)
     train, test = classes_per_client(
@@ -191,7 +193,11 @@ def clients_of(data: Dataset, task: str, setting: Setting, seed: int, *, held_ou
 
 
 def score(task: str, rows: Sequence[Mapping[str, float]]) -> list[float]:
-    """What a point is chosen by: accuracy at the end, or its mean over the curve where speed counts."""
+    """Return the scores by which a point is chosen.
+
+    The score is the final accuracy, or in the shared task, in which speed counts, the mean over
+    the curve.
+    """
     values = [row[METRIC[task]] for row in rows]
     return [float(np.mean(values))] if task == "shared" else values[-1:]
 
@@ -263,7 +269,7 @@ def run(task: str, options: Options) -> Result:
 
 
 def largest_class(clients: Clients) -> float:
-    """Mean test accuracy of clients that always answer with the class that most of their training examples have."""
+    """Return the mean test accuracy of clients that always predict their largest training class."""
     labels, found = np.asarray(clients.labels), []
     for i in range(clients.number):
         train = labels[clients.train[i][: clients.train_size[i]]]
@@ -274,7 +280,7 @@ def largest_class(clients: Clients) -> float:
 
 
 def markdown(result: Result) -> str:
-    """What the README says of a task."""
+    """Return the README's text for a task."""
     setting, study = result["setting"], result["study"]
     facts = {
         "data": result["data"],
@@ -289,7 +295,7 @@ def markdown(result: Result) -> str:
 
 
 def table(result: Result) -> str:
-    """The methods of a task."""
+    """Return the table of a task's methods."""
     target = result["setting"]["target"]
     head = [
         "method",
@@ -321,7 +327,7 @@ def table(result: Result) -> str:
 
 
 def first_round(rounds: Sequence[int], curve: Sequence[float], target: float) -> int | None:
-    """The first evaluated round of at least that accuracy."""
+    """Return the first evaluated round of at least the target accuracy, or None."""
     return next(
         (number for number, value in zip(rounds, curve, strict=True) if value >= target), None
     )
@@ -348,15 +354,15 @@ CLAIMS = {
         ("FedAdagrad", "FedAvg", "FedAdagrad is ahead of FedAvg"),
     ),
 }
-"""What the papers found, as pairs of the better and the other."""
+"""Orderings that the papers report: the better method, the other one, and the text."""
 
 
 def verdicts(result: Result) -> str:
-    """Whether each ordering is seen here: in every seed, in none, or in some."""
+    """Return a table of whether each ordering is seen in every seed, in none, or in some."""
     lines, study = [], result["study"]
     for better, other, text in CLAIMS[study]:
         pairs = zip(*(result["methods"][name]["accuracy"] for name in (better, other)), strict=True)
-        # Where speed counts, the mean over the curve, as in tuning.
+        # Speed counts in the shared task, so the mean over the curve is compared, as in tuning.
         value = np.mean if study == "shared" else (lambda curve: curve[-1])
         gains = [float(value(a) - value(b)) for a, b in pairs]
         seen = "yes" if min(gains) > 0 else ("no" if max(gains) <= 0 else "not in every seed")
@@ -365,20 +371,25 @@ def verdicts(result: Result) -> str:
 
 
 TEXT = {
-    "personal": """{clients} clients with {classes} classes and {examples} training examples each, all in every round; a
-network with one hidden layer of {width}; {rounds} rounds of {epochs} epochs, batches of {batch_size}, plain SGD. A
-client is tested on {test} test examples of its own classes; the mean is over clients.""",
-    "shared": """{clients} clients with {classes} classes and {examples} training examples each, {cohort} in every
-round; logistic regression, as in SCAFFOLD's experiments; {rounds} rounds of {epochs} epochs, batches of {batch_size},
-plain SGD. Accuracy is on the whole test set, of which a local model knows {classes} classes. Points are chosen, and
-orderings told, by the mean accuracy over the curve; the table has the last round. SCAFFOLD sends twice as much in a
-round as the others. All grids were moved up once, after a first run in which FedAvg's best rate was the largest.""",
+    "personal": """All {clients} clients take part in every round. Each has {classes} classes
+and {examples} training examples. They train a network with one hidden layer of {width} for
+{rounds} rounds of {epochs} epochs, in batches of {batch_size}, by plain SGD. A client is tested
+on {test} test examples of its own classes, and the table has the mean over clients.""",
+    "shared": """In every round {cohort} of {clients} clients take part. Each has {classes}
+classes and {examples} training examples. They train a logistic regression, as in SCAFFOLD's
+experiments, for {rounds} rounds of {epochs} epochs, in batches of {batch_size}, by plain SGD.
+Accuracy is on the full test set, of which a local model knows {classes} classes. Points are
+chosen, and orderings are decided, by the mean accuracy over the curve. The table has the last
+round. SCAFFOLD sends twice as much in a round as the others. We moved all grids up once, after
+a first run in which FedAvg's best rate was the largest.""",
 }
 
 
-PROTOCOL = """{data}. Every method has {points} points, each tried once, with seed {tuning_seed}, on {validation}
-validation examples of each client that no run trains on; the best trains for seeds {seeds}, which draw clients and
-start. Mean ± standard deviation over seeds. A star marks an end of the grid, beyond which there may be better."""
+PROTOCOL = """The data are {data}. Every method has {points} points. Each point runs once with
+seed {tuning_seed}, and is scored on {validation} validation examples of each client that no run
+trains on. The best point trains for seeds {seeds}, which draw clients and start. The table has
+mean ± standard deviation over seeds. A star marks an end of the grid, beyond which better
+points may lie."""
 
 STUDIES = {
     task: Study(functools.partial(run, task), markdown, minutes=minutes)

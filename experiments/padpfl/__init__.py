@@ -1,1 +1,1 @@
-"""PADPFL: clients whose data differ in quality and number, weighted by impact factors."""
+"""PADPFL, which weights clients of different data quality and number by impact factors."""

@@ -1,4 +1,4 @@
-"""Where PADPFL's orderings hold: figures 2, 4, 6 and 8 without privacy, the region of those with it, and honest noise.
+"""PADPFL's orderings without privacy, with the published noise, and with honest noise.
 
 python -m experiments.padpfl region
 """
@@ -25,18 +25,18 @@ from jaxfl.run import plots
 from jaxfl.types import Algorithm
 
 WEAK = 100.0
-"""The weaker level, as the paper's rule claims it."""
+"""The weaker level, an epsilon that the paper's rule claims."""
 RATIOS = (1.0, 1.5, 2.5, 4.0)
-"""Of the weaker level to the stronger one."""
+"""Ratios of the weaker level to the stronger one."""
 DENSITIES = (0.25, 0.5, 0.75, 1.0)
 PANELS = ((1, 5), (1, 20), (2, 20), (3, 20), (4, 20), (5, 20))
-"""Scenario and rounds."""
+"""Scenario and number of rounds of each panel."""
 FIGURES = {1: 2, 2: 4, 3: 6, 4: 8}
-"""Without privacy, by scenario."""
+"""Figure of each scenario without privacy."""
 PRIVATE_FIGURES = {1: 3, 5: 3, 2: 5, 3: 7, 4: 9}
 HONEST_LEVELS, CLIPS = (8.0, 32.0, 128.0, math.inf), (0.03, 0.1, 0.3, 1.0, 3.0)
 TUNING = 100
-"""The seed of tuning runs; results have others."""
+"""Seed of tuning runs. Results have other seeds."""
 NAMES = {5: "1, heavier, identical clients, batches of 10"}
 
 
@@ -51,18 +51,19 @@ def losses(
     classes: int | None = 5,
     tuning: bool = False,
 ) -> tuple[list[list[float]], list[dict[str, Any]]]:
-    """Test loss by point and seed, and the privacy statements; all points in one program.
+    """Return the test loss by point and seed, and the privacy statements, from one program.
 
     Args:
-        scenario: 1 to 4.
-        way: to weight the clients.
-        setting: the rest.
-        points: columns of `copy`, a position in `densities`; of `epsilon` for the published noise, or of `noise`, a
-            multiplier, and `clip` for the server's on updates.
-        options: seeds and folder.
-        densities: of the severe noise.
-        classes: of a client; None: identical distributions.
-        tuning: one seed, tested on examples that no client has.
+        scenario: Key of `SCENARIOS`.
+        way: Way to weight the clients, see `Scenario.best`.
+        setting: Other settings.
+        points: Columns of numbers. `copy` is an index into `densities`. `epsilon` is that of the
+            published noise. Otherwise `noise` is the multiplier of the server's noise on updates,
+            and `clip` their bound.
+        options: Seeds and folder.
+        densities: Densities of the severe noise.
+        classes: Number of classes of a client. None stands for identical distributions.
+        tuning: Whether to run only the tuning seed, and to test on examples that no client has.
     """
     own, data = SCENARIOS[scenario], load(setting.data)
     model = mlp(data.train_inputs.shape[1:], data.classes, hidden=(setting.hidden,))
@@ -106,7 +107,7 @@ def losses(
 
 
 def region(options: Options) -> Result:
-    """Losses of the best way at stronger levels and of equal factors at the weaker one."""
+    """Measure the best way at stronger levels, and equal factors at the weaker level."""
     found = []
     for scenario, rounds in PANELS[:1] if options.smoke else PANELS:
         setting, how = Setting(rounds=rounds), partial(losses, scenario)
@@ -133,7 +134,7 @@ def region(options: Options) -> Result:
 
 
 def orderings(options: Options) -> Result:
-    """Losses without noise and clip of the ways that the text names."""
+    """Measure the ways that the paper names, without noise and without a clip bound."""
     found = []
     for scenario in FIGURES:
         own = SCENARIOS[scenario]
@@ -164,7 +165,7 @@ def orderings(options: Options) -> Result:
 
 
 def honest(options: Options) -> Result:
-    """Both ways with noise that keeps its epsilon for a client, each at the clip bound that is best for it."""
+    """Measure both ways with honest noise, each at its own best clip bound."""
     setting, rows = Setting().sized(smoke=options.smoke), []
     for scenario in (1,) if options.smoke else FIGURES:
         own = SCENARIOS[scenario]
@@ -199,7 +200,7 @@ def honest(options: Options) -> Result:
 
 
 def honest_noise(setting: Setting, factors: np.ndarray, epsilon: float) -> float:
-    """Multiplier of the noise on the sum for an epsilon of the most exposed client after all rounds."""
+    """Return the noise multiplier for an epsilon of the most exposed client after all rounds."""
     run: dict[str, Any] = {
         "rounds": setting.rounds,
         "clip": 1.0,
@@ -210,33 +211,39 @@ def honest_noise(setting: Setting, factors: np.ndarray, epsilon: float) -> float
 
 
 def densities_of(scenario: int, densities: Sequence[float]) -> Sequence[float]:
-    """Of the severe noise; the third scenario has none."""
+    """Return the severe densities of a scenario. The third scenario has no noise."""
     return densities if any(SCENARIOS[scenario].densities) else (0.0,)
 
 
 def gains(cell: Mapping[str, Any], index: int) -> np.ndarray:
-    """Loss of the best way less that of equal factors, by seed; below 0 the paper's ordering holds."""
+    """Return the loss of the best way minus that of equal factors, by seed.
+
+    The paper's ordering holds if it is below 0.
+    """
     return np.subtract(cell["best"][index], cell["equal"])
 
 
 def panels(result: Result) -> list[tuple[int, int]]:
-    """Scenario and rounds, in order."""
+    """Return scenario and number of rounds of each panel, in order."""
     return list(dict.fromkeys((cell["scenario"], cell["rounds"]) for cell in result["cells"]))
 
 
 def cells_of(result: Result, panel: tuple[int, int]) -> list[Mapping[str, Any]]:
-    """Of a panel, by density."""
+    """Return the cells of a panel by density."""
     return [cell for cell in result["cells"] if (cell["scenario"], cell["rounds"]) == panel]
 
 
 def mean_and_spread(values: Sequence[float] | np.ndarray) -> str:
-    """Mean ± standard deviation of a difference."""
+    """Format mean ± standard deviation of a difference."""
     spread = f" ± {np.std(values, ddof=1):.2f}" if len(values) > 1 else ""
     return f"{np.mean(values):+.2f}{spread}"
 
 
 def region_text(result: Result) -> str:
-    """A line for each panel and density; bold where the ordering holds in every seed."""
+    """Return a table with a line for each panel and density.
+
+    A difference is bold if the ordering holds in every seed.
+    """
     head = [
         "scenario",
         "T",
@@ -267,27 +274,33 @@ def region_text(result: Result) -> str:
     honest = [cell["honest"] for cell in result["cells"]]
     sums = [level["aggregate"] for row in honest for level in row]
     uploads = [level["upload"] for row in honest for level in row]
-    verdict = f"Ordering at a stronger level reproduced in every seed in cells of {_counts(held)}"
+    verdict = (
+        "At a stronger level the ordering is reproduced in every seed in these cells: "
+        f"{_counts(held)}."
+    )
     if not all(map(all, held.values())):
         verdict += (
-            "; elsewhere not, because the server's noise grows as T max(p) / ε: at one level it is up to twice as "
-            "large as for equal factors, which costs more there than the corruption of the data"
+            " Elsewhere it is not, because the server's noise grows as T max(p) / ε. At the same "
+            "level this noise is up to twice as large as for equal factors, which costs more than "
+            "the corruption of the data."
         )
     return "\n\n".join(
         [
             "![Where the private ordering holds](region.png)",
-            f"Test loss of the unequal factors at the claimed ε of the column, less that of equal ones at "
-            f"{result['weak']:g}; below 0 the paper's ordering holds; bold: in every seed.",
+            "The table has the test loss of unequal factors at the claimed ε of the column, minus "
+            f"that of equal factors at {result['weak']:g}. The paper's ordering holds below 0, and "
+            "in every seed if the difference is bold.",
             markdown_table(head, lines),
-            f"**{verdict}.** Honest ε of these runs, delta 0.01: {min(sums):.2g} to "
-            f"{max(sums):.2g} against who sees sums, {min(uploads):.2g} to {max(uploads):.2g} against the server.",
+            f"**{verdict}** The honest ε of these runs at delta 0.01 is {min(sums):.2g} to "
+            f"{max(sums):.2g} against an observer of sums, and {min(uploads):.2g} to "
+            f"{max(uploads):.2g} against the server.",
             source(result),
         ]
     )
 
 
 def draw_region(result: Result, path: pathlib.Path) -> None:
-    """Mean difference by level and density, a panel for each scenario and number of rounds."""
+    """Draw the mean difference by level and density, with a panel for each scenario and T."""
     shown = [panel for panel in panels(result) if len(cells_of(result, panel)) > 1]
     scale = SymLogNorm(0.1, vmin=-2, vmax=2)
     with plots.style():
@@ -329,7 +342,10 @@ def draw_region(result: Result, path: pathlib.Path) -> None:
 
 
 def orderings_text(result: Result) -> str:
-    """A line for each scenario, population and density, with whether the way that the text calls best is."""
+    """Return a table with a line for each scenario, population and density.
+
+    It says whether the paper's best way is better than the other.
+    """
     lines = []
     for cell in result["cells"]:
         best, *others = cell["losses"]
@@ -359,16 +375,17 @@ def orderings_text(result: Result) -> str:
     told = []
     for figure in sorted({line[0] for line in lines}):
         own = [line[-1] == "every seed" for line in lines if line[0] == figure]
-        told.append(f"{figure}: {sum(own)} of {len(own)}")
+        told.append(f"figure {figure}: {sum(own)} of {len(own)}")
     verdict = (
-        f"**Ordering reproduced in every seed in rows of figure {', '.join(told)}; elsewhere not, because who is "
-        "weighted down takes examples and classes along that still help.**"
+        "**The ordering is reproduced in every seed in these rows: "
+        f"{', '.join(told)}. Elsewhere it is not, because clients with a lower weight have "
+        "examples and classes that still help.**"
     )
     return "\n\n".join([markdown_table(head, lines), verdict, source(result)])
 
 
 def honest_text(result: Result) -> str:
-    """A line for each scenario, density and way, and where the paper's ordering holds."""
+    """Return a table with a line for each scenario, density and way, and the ordering's verdict."""
     levels = list(dict.fromkeys(row["epsilon"] for row in result["rows"]))
     weak = levels[-2]
     lines = [["", "chance", "", *[f"{math.log(10):.2f}"] * len(levels)]]
@@ -402,21 +419,23 @@ def honest_text(result: Result) -> str:
                     [below[weak]] if row["epsilon"] < weak else []
                 )
     head = ["figure", "factors", "severe density", *(f"ε {number(level)}" for level in levels)]
-    told = f"**Unequal factors at a stronger level below equal ones at {weak:g} in every seed in cells of "
-    told += (
-        f"{_counts(stronger)}; below equal ones at their own level in cells of {_counts(same)}.**"
+    told = (
+        f"**Unequal factors at a stronger level have a lower loss than equal factors at {weak:g} "
+        f"in every seed in these cells: {_counts(stronger)}. They have a lower loss than equal "
+        f"factors at the same level in these cells: {_counts(same)}.**"
     )
     facts = (
-        f"Test loss. ε is that of a client over the {result['setting']['rounds']} rounds, zero-out, against who sees "
-        "sums; who sees uploads is not covered. The bound C on updates is chosen for every cell on examples that no "
-        "client has (* an end of what was tried: "
-        f"{', '.join(f'{clip:g}' for clip in result['clips'])}); no epsilon covers the choice."
+        "The table has the test loss. ε is for a client over the "
+        f"{result['setting']['rounds']} rounds, zero-out, against an observer of sums. It does not "
+        "cover an observer of uploads. The bound C on updates is chosen for every cell on examples "
+        "that no client has. A star marks an end of the bounds "
+        f"{', '.join(f'{clip:g}' for clip in result['clips'])}. No epsilon covers the choice."
     )
     return "\n\n".join([markdown_table(head, lines), told, facts, source(result)])
 
 
 def loss_of(row: Mapping[str, Any]) -> str:
-    """Mean ± standard deviation."""
+    """Format mean ± standard deviation of a row's loss."""
     return mean_and_spread(row["loss"]).lstrip("+")
 
 

@@ -1,4 +1,4 @@
-"""What the studies of PADPFL share: four scenarios, ways to weight clients, and the clients."""
+"""Scenarios, impact factors and clients of PADPFL's studies."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,17 +15,20 @@ from jaxfl.types import Algorithm, ClientData, Clients, Number, Tree
 
 
 class Scenario(NamedTuple):
-    """Three parts of clients, and the ways to weight them that the text names."""
+    """Three parts of clients, and the ways to weight them that the paper names."""
 
     best: str
-    """"0-1-2": factors 0, p, 2p of the parts' clients; ">" separates the halves of the run."""
+    """Best way to weight clients. "0-1-2" stands for the factors 0, p and 2p of the three parts.
+
+    A ">" separates the halves of the run.
+    """
     others: tuple[str, ...] = ("1-1-1",)
     shares: tuple[float, float, float] = (1 / 3, 1 / 3, 1 / 3)
-    """Of the clients, by part."""
+    """Share of the clients in each part."""
     sizes: tuple[float, float, float] = (1, 1, 1)
-    """Examples of each client of a part, over the setting's."""
+    """Number of examples of each client of a part, divided by that of the setting."""
     densities: tuple[float, float, float] = (1, 0.5, 0)
-    """Of salt-and-pepper noise, over the severe one."""
+    """Density of salt-and-pepper noise in each part, divided by the severe density."""
     later: tuple[float, float, float] | None = None
     """Densities in the second half of the run."""
 
@@ -37,29 +40,29 @@ SCENARIOS = {
     4: Scenario("0-1-2>2-1-0", ("1-1-1", "0-1-2"), densities=(1, 0.5, 0.1), later=(0.1, 0.5, 1)),
     5: Scenario("0-1-2", densities=(1, 0.8, 0)),
 }
-"""Table I; its numbers are lost, these are ours. 5: the first with more noise on the middle part."""
+"""Scenarios of table I with our numbers. Scenario 5 is 1 with more noise on the middle part."""
 
 
 class Setting(NamedTuple):
-    """Ours, where the paper's numbers are lost; protection levels and delta are NbAFL's."""
+    """Settings of the studies. Levels and claimed delta are NbAFL's, and the rest is ours."""
 
     data: str = "mnist"
     clients: int = 30
     examples: int = 100
     rounds: int = 20
     full_batch: bool = True
-    """A step on all of a client's examples, as in the paper, or on 10 of them."""
+    """Whether a step uses all of a client's examples, as in the paper. Otherwise it uses 10."""
     epochs: int = 3
     learning_rate: float = 0.1
     hidden: int = 32
     mu: float = 0.01
     clip: float = 5.0
-    """Of weights, whose norm is about 3.3 at first."""
+    """Clip bound of weights, whose norm is about 3.3 at first."""
     claimed_delta: float = 0.01
     delta: float = 1e-5
 
     def sized(self, *, smoke: bool) -> "Setting":
-        """As it is, or small."""
+        """Return these settings, or small ones for a smoke run."""
         return (
             self._replace(data="digits", clients=6, examples=30, rounds=2, hidden=16)
             if smoke
@@ -67,20 +70,20 @@ class Setting(NamedTuple):
         )
 
     def local(self, scenario: Scenario) -> LocalSGD:
-        """What a client does in a round."""
+        """Return the training of a client in a round."""
         batch = max(sizes(scenario, self)) if self.full_batch else 10
         return LocalSGD(optax.sgd(self.learning_rate), batch, self.epochs)
 
 
 def sizes(scenario: Scenario, setting: Setting) -> list[int]:
-    """Examples of every client."""
+    """Return the number of examples of every client."""
     return [
         max(1, round(setting.examples * scenario.sizes[part])) for part in _parts(scenario, setting)
     ]
 
 
 def impacts(scenario: Scenario, setting: Setting, way: str) -> np.ndarray:
-    """Impact factors [C], or [T, C] of a way with two halves."""
+    """Return the impact factors `[C]`, or `[T, C]` if the way has two halves."""
     parts = _parts(scenario, setting)
     halves = [
         np.array([float(factor) for factor in half.split("-")])[parts] for half in way.split(">")
@@ -100,10 +103,10 @@ def split(
     *,
     held_out: bool = False,
 ) -> Clients:
-    """Clients with a copy of their examples for each density of the severe noise, and for each half of the run.
+    """Make clients with a copy of their examples for each severe density and each half of the run.
 
-    Test examples are dealt at random, so that the mean over clients is that of the test set, or of 5,000 training
-    examples that no client has.
+    Test examples are dealt at random, so that the mean over clients is the mean over the test set.
+    With `held_out`, they are 5,000 training examples that no client has.
     """
     generator, count = np.random.default_rng(seed), setting.clients
     if classes is None:
@@ -146,7 +149,10 @@ def split(
 def on_copy(
     method: Algorithm, scenario: Scenario, setting: Setting, index: Number, densities: int
 ) -> Algorithm:
-    """The method on one density's copy of the examples; where data change, on the other half's from then on."""
+    """Return the method on one density's copy of the examples.
+
+    If data change during the run, the second half of the rounds uses the second copy.
+    """
     halves, at = (1, setting.rounds) if scenario.later is None else (2, setting.rounds // 2)
 
     def client_update(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> tuple:
@@ -158,6 +164,6 @@ def on_copy(
 
 
 def _parts(scenario: Scenario, setting: Setting) -> np.ndarray:
-    """The part of every client."""
+    """Return the part of every client."""
     ends = np.rint(np.cumsum(scenario.shares) * setting.clients).astype(int)
     return np.repeat(np.arange(3), np.diff(ends, prepend=0))

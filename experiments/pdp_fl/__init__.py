@@ -1,1 +1,1 @@
-"""PDP-FL: personal privacy budgets, and a global one."""
+"""PDP-FL, with personal privacy budgets and a global one."""

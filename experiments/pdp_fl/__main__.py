@@ -1,4 +1,4 @@
-"""PDP-FL's tables 2 and 3 and figures 2 to 4, beside what its noise is worth.
+"""PDP-FL's tables 2 and 3 and figures 2 to 4, with honest epsilons.
 
 python -m experiments.pdp_fl table_2
 """
@@ -34,11 +34,11 @@ from jaxfl.privacy import FixedSize, Mechanism, calibrate
 from jaxfl.types import Algorithm, Clients, Model
 
 TOTAL = 50.0
-"""The paper's "total budget": the base of (7)."""
+"""The paper's "total budget", the base of (7)."""
 
 
 class Setting(NamedTuple):
-    """The paper's; what it leaves open (clip, delta, batch, passes) is ours."""
+    """Settings of the paper, with our clip bound, delta, batches and passes, which it omits."""
 
     data: str = "mnist"
     clients: int = 100
@@ -50,17 +50,17 @@ class Setting(NamedTuple):
     batch_size: int = 10
     epochs: int = 5
     clip: float = 15.0
-    """Of weights, whose norm is about 12 at first."""
+    """Clip bound of weights, whose norm is about 12 at first."""
     epsilon_max: float = 5.0
     delta: float = 1e-5
 
     @property
     def cohort(self) -> int:
-        """Participants in a round."""
+        """Return the number of participants in a round."""
         return max(1, round(self.fraction * self.clients))
 
     def sized(self, options: Options) -> "Setting":
-        """As it is, or small."""
+        """Return these settings, or small ones for a smoke run."""
         small = {
             "data": "digits",
             "clients": 10,
@@ -72,7 +72,7 @@ class Setting(NamedTuple):
         return self._replace(**small, rounds=2) if options.smoke else self
 
     def local(self, rate: float, epochs: int | None = None) -> LocalSGD:
-        """What a client does in a round."""
+        """Return the training of a client in a round."""
         return LocalSGD(optax.sgd(rate), self.batch_size, self.epochs if epochs is None else epochs)
 
 
@@ -86,23 +86,28 @@ PAPER = {
         "case 2": (94.5, 1.2), "case 3": (93.8, 1.3), "case 4": (94.0, 1.3),
     },
     "cifar10": {
-        "FedAvg": (46.01, 1.2), "GDP-FL": (44.22, 1.5), "LDP-Fed": (43.60, 1.4), "case 1": (43.55, 1.4),
-        "case 2": (45.20, 1.2), "case 3": (43.40, 1.4), "case 4": (44.10, 1.3),
+        "FedAvg": (46.01, 1.2), "GDP-FL": (44.22, 1.5), "LDP-Fed": (43.60, 1.4),
+        "case 1": (43.55, 1.4), "case 2": (45.20, 1.2), "case 3": (43.40, 1.4),
+        "case 4": (44.10, 1.3),
     },
 }  # fmt: skip
-"""Accuracy in percent, and loss."""
+"""The paper's accuracy in percent, and its loss."""
 
 
 def budgets(
     case: int, clients: int, *, preference: float | None = None, base: float = TOTAL
 ) -> Budgets:
-    """Budgets of a case: preferences by (7), graded as preferences are; the same in every run.
+    """Return the budgets of a case by (7), with the levels of its preferences.
+
+    The budgets are the same in every run.
 
     Args:
-        case: 1: equal and small; 2: equal and large; 3: normal of mean 5 and variance 2; 4: chi-square, 2 degrees.
-        clients: N.
-        preference: of cases 1 and 2 (default: 3 and 8).
-        base: of (7); at 2 preferences are budgets.
+        case: Distribution of preferences. Case 1 has equal small ones, and case 2 equal large
+            ones. Case 3 has a normal distribution with mean 5 and variance 2. Case 4 has a
+            chi-square distribution with 2 degrees.
+        clients: N, number of clients.
+        preference: Preference in the cases 1 and 2. None stands for 3 and 8.
+        base: Base of (7). With base 2 preferences are budgets.
     """
     rng, unit = np.random.default_rng(0), math.log2(base)
     draws: dict[int, Callable[[], np.ndarray]] = {
@@ -116,7 +121,7 @@ def budgets(
 
 
 def printed(setting: Setting, model: Model, asked: Budgets, **changes: Any) -> Algorithm:
-    """PDP-FL with the paper's noise: (20) and Algorithm 3's test on the mean level, unless told otherwise."""
+    """Build PDP-FL with the paper's noise, by default (20) with Algorithm 3's mean levels."""
     rule: dict[str, Any] = {"epsilon_max": setting.epsilon_max, "top_up": "mean_level"} | changes
     rule |= {"smallest": setting.examples, "clip": setting.clip, "delta": setting.delta}
     local = setting.local(setting.learning_rate)
@@ -126,20 +131,27 @@ def printed(setting: Setting, model: Model, asked: Budgets, **changes: Any) -> A
 
 
 def plain(setting: Setting, model: Model, rate: float) -> Algorithm:
-    """FedAvg without noise."""
+    """Build FedAvg without noise."""
     mechanism = Mechanism(sampling=FixedSize(setting.cohort), denominator="participants")
     return fedavg(model, mechanism=mechanism, local=setting.local(rate))
 
 
 def equal(setting: Setting, epsilon: float) -> Budgets:
-    """One budget for all."""
+    """Return the same budget for all clients."""
     return Budgets(np.full(setting.clients, epsilon), np.full(setting.clients, 5.0))
 
 
 def cases(
     setting: Setting, model: Model, points: Sequence[tuple[int, float | None]], **how: Any
 ) -> dict[str, Algorithm]:
-    """PDP-FL in cases of equal preferences, as (case, preference), and in cases 3 and 4, as (case, None)."""
+    """Build PDP-FL in several cases.
+
+    Args:
+        setting: Settings of the run.
+        model: Model of every client.
+        points: Cases with their preferences. A preference of None is that of the case.
+        how: Changes of the rule, see `printed`, and the `base` of the budgets.
+    """
     base = {"base": how.pop("base", TOTAL)}
     return {
         f"case {case}" + ("" if preference is None else f", R = {preference:g}"): printed(
@@ -150,7 +162,7 @@ def cases(
 
 
 def reproduced(setting: Setting, model: Model) -> dict[str, Algorithm]:
-    """The rows of the paper's table."""
+    """Return the methods of the paper's table."""
     rules = {"epsilon_max": math.inf, "top_up": "variances"}
     return {
         "FedAvg": plain(setting, model, setting.learning_rate),
@@ -163,7 +175,7 @@ def reproduced(setting: Setting, model: Model) -> dict[str, Algorithm]:
 
 
 def readings(setting: Setting, model: Model) -> dict[str, Algorithm]:
-    """Other readings of the text."""
+    """Return other readings of the paper's text."""
     rows = {
         f"case 3, server by {rule}": printed(
             setting, model, budgets(3, setting.clients), top_up=rule
@@ -175,7 +187,7 @@ def readings(setting: Setting, model: Model) -> dict[str, Algorithm]:
 
 
 def honest(setting: Setting, model: Model) -> dict[str, Candidate]:
-    """Noise that keeps what it states, clip and rate tuned; and FedAvg with its rate tuned."""
+    """Return candidates with honest noise and tuned clip bounds and rates, and tuned FedAvg."""
     sampling = FixedSize(setting.cohort)
     run: dict[str, Any] = {
         "clients": setting.clients,
@@ -231,11 +243,11 @@ HONEST = {
     "case 3, honest for clients": "5; its own",
     "case 3, honest for examples": "5 for an example; 5 for an example",
 }
-"""What they promise to every client, against who sees sums and uploads."""
+"""Epsilons of the honest rows for every client, against observers of sums and of uploads."""
 
 
 def split(setting: Setting, data: Dataset, seed: int) -> Clients:
-    """IID clients of equal sizes; the test examples are dealt among them."""
+    """Make IID clients of equal sizes that share the test examples."""
     lists = iid(data.train_labels, setting.clients, seed=seed, size=setting.examples)
     return make_clients(
         data, lists, matching(lists, data.train_labels, data.test_labels, seed=seed)
@@ -245,7 +257,7 @@ def split(setting: Setting, data: Dataset, seed: int) -> Clients:
 def measured(
     setting: Setting, methods: Mapping[str, Algorithm], options: Options, data: Dataset
 ) -> dict[str, Any]:
-    """Rows of methods as they are."""
+    """Return the rows of methods without tuning."""
     found = run_each(
         {name: lambda _, method=method: method for name, method in methods.items()},
         partial(split, setting, data),
@@ -261,7 +273,7 @@ def measured(
 def tuned(
     setting: Setting, methods: Mapping[str, Candidate], options: Options, data: Dataset
 ) -> dict[str, Any]:
-    """Rows of methods at their best point on validation examples."""
+    """Return the rows of methods at their best point on validation examples."""
     rows = {}
     for name, method in methods.items():
         few = {argument: column[:2] for argument, column in method.points.items()}
@@ -291,7 +303,7 @@ def tuned(
 
 
 def alone(setting: Setting, model: Model, options: Options, data: Dataset) -> dict[str, Any]:
-    """The row of ten clients that train alone, at the rate and the round that are best for them."""
+    """Return the row of ten clients that train alone, at their best rate and round."""
     few = setting._replace(clients=10 if setting.clients > 10 else 4)
     rates, most = grid(rate=(0.01, 0.03, 0.1, 0.3)), 2 if options.smoke else 60
     floor = Candidate(
@@ -301,7 +313,7 @@ def alone(setting: Setting, model: Model, options: Options, data: Dataset) -> di
 
 
 def comparison(key: str, options: Options) -> Result:
-    """A table of the paper's: its rows, other readings of them, honest rows, floor and ceiling."""
+    """Measure a table of the paper, other readings of it, honest rows and references."""
     setting = SETTINGS[key].sized(options)
     data, model = data_and_model(setting)
     return {
@@ -318,13 +330,13 @@ def comparison(key: str, options: Options) -> Result:
 
 
 def data_and_model(setting: Setting) -> tuple[Dataset, Model]:
-    """The data, and the paper's "2 hidden layers of 200"."""
+    """Return the data, and a model with the paper's "2 hidden layers of 200"."""
     data = load(setting.data)
     return data, mlp(data.train_inputs.shape[1:], data.classes, hidden=setting.hidden)
 
 
 def curves(key: str, options: Options) -> Result:
-    """Accuracy by round in the cases."""
+    """Measure accuracy by round in the cases."""
     setting = SETTINGS[key].sized(options)
     setting = setting if options.smoke else setting._replace(rounds=10)
     _, model = loaded = data_and_model(setting)
@@ -351,7 +363,10 @@ TRENDS: dict[str, tuple[float, ...]] = {
 
 
 def trends(options: Options) -> Result:
-    """Figure 4: case 3, one parameter at a time, as many examples for each client whatever their number."""
+    """Measure figure 4, which changes one parameter of case 3 at a time.
+
+    Each client has equally many examples for any number of clients.
+    """
     base = Setting(examples=300, rounds=5, epsilon_max=50.0).sized(options)
     data, model = data_and_model(base)
     found: dict[str, Any] = {}
@@ -371,23 +386,23 @@ def trends(options: Options) -> Result:
 
 
 def epsilons(row: Mapping[str, Any]) -> list[str]:
-    """The claimed epsilon, and the honest ones against who sees sums and uploads, by RDP."""
+    """Format the claimed epsilon, and honest ones by RDP for observers of sums and uploads."""
     claimed = "–" if row["claimed"] is None else number(row["claimed"])
     return [claimed, *(number(row["epsilon"][who]["rdp"]) for who in ("aggregate", "upload"))]
 
 
 def mean(row: Mapping[str, Any]) -> float:
-    """Accuracy in percent."""
+    """Return the mean accuracy in percent."""
     return 100 * float(np.mean(row["accuracy"]))
 
 
 def below(row: Mapping[str, Any], top: Mapping[str, Any]) -> np.ndarray:
-    """Points that it is below another row, by seed."""
+    """Return the points by which a row is below another one, by seed."""
     return 100 * np.subtract(top["accuracy"], row["accuracy"])
 
 
 def comparison_text(result: Result) -> str:
-    """The table with the paper's numbers beside, and the verdict."""
+    """Return the table with the paper's numbers, and the verdict."""
     paper, rows, found = result["paper"], result["rows"], result["tuned"]
     head = [
         "method",
@@ -417,34 +432,38 @@ def comparison_text(result: Result) -> str:
     flat = stopped(
         starred(floor["chosen"], floor["points"]), floor["rounds"], validation_curve(floor)
     )
-    end = [flat, f"**Table {figure}: {verdict(result)}**", source(result)]
+    end = [flat, f"**Table {figure}.** {verdict(result)}", source(result)]
     return "\n\n".join([markdown_table([*head, "honest ε, uploads"], lines), *end])
 
 
 def verdict(result: Result) -> str:
-    """Of a table: whether its levels, what noise costs, and the order of the private rows are the paper's."""
+    """Return whether a table has the paper's levels and its order of the private rows, and why."""
     paper, rows = result["paper"], result["rows"]
     top, private = rows["FedAvg"], [name for name in rows if name != "FedAvg"]
     far = max(abs(paper[name][0] - mean(row)) for name, row in rows.items())
     gap = mean(top) - paper["FedAvg"][0]
-    levels = f"levels reproduced within {far:.1f} points"
+    levels = f"Levels are reproduced within {far:.1f} points"
     if far > 2:
-        levels = f"levels not ({far:.1f} points apart), because FedAvg without noise is {gap:+.1f} points from the paper's"
+        levels = (
+            f"Levels are not reproduced. They differ by up to {far:.1f} points, because FedAvg "
+            f"without noise is {gap:+.1f} points from the paper's"
+        )
     theirs = [paper["FedAvg"][0] - paper[name][0] for name in private]
     ours = [float(below(rows[name], top).mean()) for name in private]
     pairs = agreement([-lost for lost in theirs], [-lost for lost in ours]).split("; ")[1]
     held, _, number_of_pairs, _ = pairs.split()
-    order = "ordering of the private rows reproduced"
+    order = "The ordering of the private rows is reproduced"
     if held != number_of_pairs:
         order = (
-            f"ordering of the private rows not ({pairs}), because at these budgets the printed noise costs "
-            f"{min(ours):.1f} to {max(ours):.1f} points here, {min(theirs):.1f} to {max(theirs):.1f} in the paper"
+            f"The ordering of the private rows is not reproduced ({pairs}), because at these "
+            f"budgets the printed noise costs {min(ours):.1f} to {max(ours):.1f} points here, and "
+            f"{min(theirs):.1f} to {max(theirs):.1f} in the paper"
         )
-    return f"{levels}; {order}."
+    return f"{levels}. {order}."
 
 
 def curves_text(result: Result) -> str:
-    """Accuracy by round, and the trends that the paper tells."""
+    """Return the table of accuracies by round, and the paper's trends."""
     rows, last = result["rows"], result["setting"]["rounds"]
     shown = [number_ for number_ in (1, 2, 5, 10) if number_ <= last]
     head = [
@@ -469,7 +488,7 @@ def curves_text(result: Result) -> str:
     tests = [("case 1: accuracy rises with the budget", below(rows[small], rows[large]))]
     if "case 1, R = 1, base 2" in rows:
         gain = below(rows["case 1, R = 1, base 2"], rows["case 1, R = 3, base 2"])
-        tests.append(("the same, preferences taken for budgets", gain))
+        tests.append(("case 1, base 2: accuracy rises with the budget", gain))
     first, end = (np.subtract(at(rows["FedAvg"], r), at(rows["case 3"], r)) for r in (1, last))
     tests.append(("case 3: closer to FedAvg at the end than after a round", 100 * (first - end)))
     tests += [
@@ -481,20 +500,24 @@ def curves_text(result: Result) -> str:
     told, rest = reproduced_trends(tests)
     if rest:
         cost = np.mean(below(rows["case 3"], rows["FedAvg"]))
-        told += f"; otherwise not, because at (7)'s budgets case 3's noise costs {cost:.1f} points at the end"
+        told += ". The others are not, because at the budgets of (7) the noise of case 3 costs "
+        told += f"{cost:.1f} points at the end"
         if "case 4, base 2" in rows:
-            told += ", and with preferences taken for budgets case 4's outgrows what is learnt"
+            told += ", and with base 2 the noise of case 4 exceeds what is learned"
     parts = [
         picture,
         markdown_table(head, lines),
         trend_table(tests),
-        f"**Figure {figure}: {told}.**",
+        f"**Figure {figure}.** {told}.",
     ]
     return "\n\n".join([*parts, source(result)])
 
 
 def trend_table(tests: Sequence[tuple[str, np.ndarray]]) -> str:
-    """Trends of the paper, and whether they are seen: the difference has to be above 0 in every seed."""
+    """Return a table of the paper's trends.
+
+    A trend is reproduced if its difference is above 0 in every seed.
+    """
     lines = []
     for text, values in tests:
         seen = (
@@ -507,13 +530,13 @@ def trend_table(tests: Sequence[tuple[str, np.ndarray]]) -> str:
 
 
 def reproduced_trends(tests: Sequence[tuple[str, np.ndarray]]) -> tuple[str, int]:
-    """How many trends are seen in every seed, and the number of the others."""
+    """Return how many trends are seen in every seed, as text, and the number of the others."""
     seen = sum(bool(np.min(values) > 0) for _, values in tests)
-    return f"{seen} of {len(tests)} trends reproduced", len(tests) - seen
+    return f"{seen} of {len(tests)} trends are reproduced", len(tests) - seen
 
 
 def trends_text(result: Result) -> str:
-    """A table for each parameter, and the paper's trends."""
+    """Return a table for each parameter, and the paper's trends."""
     found, parts = result["trends"], []
     for name, rows in found.items():
         head = [name.replace("_", " "), *rows]
@@ -542,10 +565,11 @@ def trends_text(result: Result) -> str:
     told, rest = reproduced_trends(tests)
     if rest:
         told += (
-            "; the others not, because at (7)'s budgets noise costs less than a larger rate and more participants "
-            "bring, and the server adds hardly any once epsilon_max is at the mean level"
+            ". The others are not, because at the budgets of (7) noise costs less than a larger "
+            "rate and more participants gain, and because the server adds hardly any noise once "
+            "epsilon_max is at the mean level"
         )
-    parts += [trend_table(tests), f"**Figure 4: {told}.**", source(result)]
+    parts += [trend_table(tests), f"**Figure 4.** {told}.", source(result)]
     return "\n\n".join(parts)
 
 

@@ -1,1 +1,1 @@
-"""The public CIFAR-10 benchmark of pfl-research, with its noise and with what its thousand clients would need."""
+"""The public CIFAR-10 benchmark of pfl-research, with its noise and with client-level noise."""

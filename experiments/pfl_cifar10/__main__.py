@@ -1,4 +1,4 @@
-"""pfl-research's CIFAR-10 benchmark: 1,000 clients of 50 examples, 50 of them in a round, one model for all.
+"""pfl-research's CIFAR-10 benchmark, with 1,000 clients, cohorts of 50, and one shared model.
 
 python -m experiments.pfl_cifar10 iid
 python -m experiments.pfl_cifar10 dirichlet
@@ -37,7 +37,10 @@ Partition = Literal["iid", "dirichlet"]
 
 
 class Setting(NamedTuple):
-    """The benchmark's, but for the rounds: it has twice as many with noise and with heterogeneous clients."""
+    """Settings of the benchmark, except for the rounds.
+
+    The benchmark has twice as many rounds with noise and with heterogeneous clients.
+    """
 
     clients: int = 1000
     examples: int = 50
@@ -49,17 +52,21 @@ class Setting(NamedTuple):
     clip: float = 0.4
     delta: float = 1e-6
     population: int = 1_000_000
-    """Of the deployment whose noise is scaled down to this run."""
+    """Number of clients of the deployment whose noise is scaled down to this run."""
     deployed_cohort: int = 1000
     deployed_noise: float = 0.609
-    """For a stated epsilon of 2."""
+    """Noise multiplier of the deployment, for a stated epsilon of 2."""
     epsilon: float = 8.0
-    """That the thousand clients themselves shall have."""
+    """Target epsilon of the thousand simulated clients."""
     every: int = 50
 
 
 def mechanisms(setting: Setting) -> dict[str, Mechanism]:
-    """Without privacy, with the deployment's noise, with what these clients need, and with the clip alone."""
+    """Return mechanisms by the name of their row.
+
+    They have no privacy, the deployment's noise, the noise that these clients need, or the clip
+    bound alone.
+    """
     sampling = Poisson(setting.cohort / setting.clients)
     private: dict[str, Any] = {"clip": setting.clip, "sampling": sampling}
     found: dict[str, Mechanism] = {
@@ -79,9 +86,10 @@ def mechanisms(setting: Setting) -> dict[str, Mechanism]:
 
 
 def clients_of(data: Dataset, partition: Partition, setting: Setting, seed: int) -> Clients:
-    """Clients of as many examples each, of all classes alike or of their own mix; the test set is dealt out to them.
+    """Make clients with equally many examples, which share the test set.
 
-    One model serves all, so that its accuracy over all their test examples is that on the whole test set.
+    Clients have all classes equally often, or a mix of their own. As there is one model, its
+    accuracy over all clients' test examples is the accuracy on the full test set.
     """
     dealt: dict[str, Any] = {"clients": setting.clients, "size": setting.examples, "seed": seed}
     if partition == "iid":
@@ -92,7 +100,7 @@ def clients_of(data: Dataset, partition: Partition, setting: Setting, seed: int)
 
 
 def network(data: Dataset) -> Model:
-    """Its network, on inputs whose channels have mean 0 and deviation 1 over the training set."""
+    """Build the network, with channels standardised over the training set."""
     mean, deviation = (
         of(data.train_inputs, axis=(0, 1, 2)).astype(np.float32) for of in (np.mean, np.std)
     )
@@ -104,7 +112,7 @@ def network(data: Dataset) -> Model:
 
 
 def run(partition: Partition, options: Options) -> Result:
-    """A row for each mechanism; each of its runs is kept when it is done."""
+    """Return a row for each mechanism. Each run is stored when it is done."""
     setting = Setting()
     if options.smoke:
         setting = Setting(clients=20, examples=20, cohort=5, rounds=4, every=2, deployed_cohort=100)
@@ -137,7 +145,7 @@ def run_one(
     seed: int,
     options: Options,
 ) -> Result:
-    """One seed of a row; a run that was not stopped on its way has its time."""
+    """Run one seed of a row. The time is None if the run was resumed."""
     folder = run_folder(options.out, f"{partition}, {algorithm.name}", setting._asdict(), seed)
     began = time.monotonic()
     result = simulate(
@@ -151,7 +159,8 @@ def run_one(
     )
     seconds = None if result.restored else round(time.monotonic() - began)
     print(
-        f"{partition}, {algorithm.name}, seed {seed}: {result.metrics[-1]['accuracy_examples']:.3f}",
+        f"{partition}, {algorithm.name}, seed {seed}: "
+        f"{result.metrics[-1]['accuracy_examples']:.3f}",
         flush=True,
     )
     return {
@@ -165,7 +174,7 @@ def run_one(
 
 
 def markdown(result: Result) -> str:
-    """Accuracy at the end by mechanism."""
+    """Return the table of final accuracies by mechanism."""
     lines = []
     for name, row in result["rows"].items():
         last = [curve[-1] for curve in row["accuracy_by_round"]]
@@ -187,9 +196,8 @@ def markdown(result: Result) -> str:
         "z",
         "minutes",
     )
-    text = "{clients:,} clients, {rounds:,} rounds, cohorts of {cohort}, clip {clip}.".format(
-        **setting
-    )
+    text = "Setting: {clients:,} clients, {rounds:,} rounds, cohorts of {cohort}, clip {clip}."
+    text = text.format(**setting)
     return f"{text}\n\n{markdown_table(head, lines)}\n\n{source(result)}"
 
 

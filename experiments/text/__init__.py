@@ -1,1 +1,1 @@
-"""Text: clients are the roles of plays."""
+"""Prediction of text, with the roles of plays as clients."""

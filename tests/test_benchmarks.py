@@ -9,7 +9,7 @@ import tyro
 from benchmarks.common import apart
 from benchmarks.run_all import jobs, run
 from benchmarks.workloads import WORKLOADS, forward_flops, model_of, round_flops
-from jaxfl.engine.ahead import products
+from tools.footprint.ahead import products
 
 
 def _residual(side: int, before: int, width: int) -> list[float]:

@@ -11,7 +11,6 @@ import pytest
 
 import jaxfl
 from jaxfl import cli, privacy, settings
-from jaxfl.engine.ahead import Footprint
 from jaxfl.models import mlp
 from jaxfl.privacy import Full, Poisson
 
@@ -54,40 +53,6 @@ def test_plan_takes_the_limits_of_a_server(monkeypatch, capsys):
     )
     told = [row["noise multiplier"] for row in json.loads(out)["mechanisms"]]
     assert told == [each.noise_multiplier for each in found]
-
-
-def test_plan_for_a_chip_prints_its_footprint(monkeypatch, capsys, tmp_path):
-    seen = {}
-
-    def footprint(chip, algorithm, clients, *, chunk, trips):
-        seen.update(
-            chip=chip, method=algorithm.name, clients=clients.number, chunk=chunk, trips=trips
-        )
-        return Footprint(chip, chunk, 12.5, 9, 2e6, 3e6, 4e6, 5e9, 1000, math.nan)
-
-    monkeypatch.setattr(cli, "footprint", footprint)
-    config = tmp_path / "run.yaml"
-    config.write_text(
-        "method: fedavg\npopulation: {clients: 20, partition: iid}\nlocal: {batch_size: 8, epochs: 3}\n"
-    )
-    words = ["plan", "--device", "h100", "--chunk", "64", "--config", str(config)]
-    told = command(monkeypatch, capsys, *words)
-    # 72 of the digits each: 9 batches of 8 in one block, 3 times.
-    assert seen == {
-        "chip": "h100",
-        "method": "fedavg",
-        "clients": 20,
-        "chunk": 64,
-        "trips": (9, 1, 3),
-    }
-    assert max(map(len, told.splitlines())) <= 80
-    found = json.loads(command(monkeypatch, capsys, *words, "--as-json"))
-    assert found["MB moved, per client"] == 2
-    assert found["us as its compiler expects"] is None
-    with pytest.raises(
-        ValueError, match=r"cohort must be given, got None. Give --cohort, or a --device"
-    ):
-        command(monkeypatch, capsys, "plan", "--clients", "20")
 
 
 def test_data_that_are_absent_are_told_how_to_get(monkeypatch, capsys, tmp_path):

@@ -86,6 +86,8 @@ def dp_fedavg_mixed(
         local=local,
         delta=delta,
     )
-    translated = matrix_scaled(private, penalty=penalty, train=train)
-    personal = translated if tuning is None else fine_tuned(translated, local=tuning)
-    return mixed(personal, local=alone, folds=folds)._replace(name="dp_fedavg_mixed")
+    personal = matrix_scaled(private, penalty=penalty, train=train)
+    if tuning is not None:
+        personal = fine_tuned(personal, local=tuning)
+    mixture = mixed(personal, local=alone, folds=folds)
+    return mixture._replace(name="dp_fedavg_mixed")

@@ -14,7 +14,7 @@ from jaxfl.local.lanes import longest
 from jaxfl.models.extended import extended
 from jaxfl.types import Algorithm, ClientData, Model, Number, Params, Tree
 
-_ENTRY = "logits_map"
+_LOGITS_MAP = "logits_map"
 """Name of the entry that a client's parameters have in addition to their layers."""
 
 _BLOCK = 128
@@ -110,7 +110,7 @@ def matrix_scaled(
 
     def personalize(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> Params:
         params, found = fit(key, server, client, data, penalty)
-        return {**params, _ENTRY: found}
+        return {**params, _LOGITS_MAP: found}
 
     def client_update(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> tuple:
         assert train is not None
@@ -127,7 +127,7 @@ def matrix_scaled(
 
     return algorithm._replace(
         name=f"matrix_scaled({algorithm.name})",
-        model=extended(model, _ENTRY, start, change),
+        model=extended(model, _LOGITS_MAP, start, change),
         client_update=algorithm.client_update if train is None else client_update,
         personalize=personalize,
     )

@@ -17,7 +17,7 @@ from jaxfl.privacy.mechanisms import BandedNoise, BLTNoise, Extrapolated, Mechan
 from jaxfl.tasks import changed_logits
 from jaxfl.types import Algorithm, ClientData, Model, Number, Params, Tree
 
-_ENTRY = "log_prior"
+_LOG_PRIOR = "log_prior"
 """Name of the entry that a client's parameters have in addition to their layers."""
 
 _NEVER = -1e30
@@ -150,7 +150,7 @@ def prior_corrected(
         correction = changed_logits(with_offset) if train else contextlib.nullcontext()
         with correction:
             params = algorithm.personalize(key, server, client, data)
-        return {**params, _ENTRY: offset}
+        return {**params, _LOG_PRIOR: offset}
 
     def personalize_counted(
         key: Key[Array, ""],
@@ -160,7 +160,7 @@ def prior_corrected(
     ) -> Params:
         params = personalize(key, server.method, client, data)
         shared = released_log_prior(server, released * unit_of(algorithm.mechanism.clip))
-        return {**params, _ENTRY: params[_ENTRY] - shared}
+        return {**params, _LOG_PRIOR: params[_LOG_PRIOR] - shared}
 
     def client_update(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> tuple:
         change = functools.partial(add, offset_of(data))
@@ -188,7 +188,7 @@ def prior_corrected(
 
     corrected = algorithm._replace(
         name=f"prior_corrected({algorithm.name})",
-        model=extended(model, _ENTRY, start, add),
+        model=extended(model, _LOG_PRIOR, start, add),
         client_update=client_update if train else algorithm.client_update,
         personalize=personalize,
     )

@@ -1,5 +1,7 @@
 """What a program costs on a chip, read off its compiler's text."""
 
+import json
+import math
 from typing import Any
 
 import jax
@@ -8,15 +10,16 @@ import optax
 import pytest
 from algorithms_table import ALGORITHMS, small_clients
 
+import tools.footprint.__main__ as command
 from jaxfl import LocalSGD
 from jaxfl.algorithms import fedavg
-from jaxfl.chips import CHIPS, device_of
-from jaxfl.engine.ahead import footprint, products
-from jaxfl.engine.kernels import step_cost
 from jaxfl.engine.mesh import place
 from jaxfl.engine.program import compile_rounds, initialize
 from jaxfl.local.train import STEP
 from jaxfl.models import mlp
+from tools.footprint.ahead import Footprint, footprint, products
+from tools.footprint.chips import CHIPS, device_of
+from tools.footprint.hlo import step_cost
 
 TEXT = """HloModule jit_run
 
@@ -135,7 +138,7 @@ def test_an_absent_compiler_says_what_to_install(platform, monkeypatch):
     def absent(**_described):
         raise NotImplementedError("no such compiler")
 
-    monkeypatch.setattr("jaxfl.chips.topologies.get_topology_desc", absent)
+    monkeypatch.setattr("tools.footprint.chips.topologies.get_topology_desc", absent)
     chip = next(name for name, sheet in CHIPS.items() if sheet.platform == platform)
     with pytest.raises(ValueError, match=rf"got '{chip}'.*pip install 'jaxfl\[plan-"):
         device_of(chip)
@@ -157,3 +160,35 @@ def test_every_method_is_exported_for_accelerators(name):
     )
     exported = jax.export.export(step.func, platforms=("cuda", "tpu"))(*arguments, **step.keywords)
     assert "callback" not in exported.mlir_module()
+
+
+def test_the_command_prints_a_runs_footprint(monkeypatch, capsys, tmp_path):
+    seen = {}
+
+    def counted(chip, algorithm, clients, *, chunk, trips):
+        seen.update(
+            chip=chip, method=algorithm.name, clients=clients.number, chunk=chunk, trips=trips
+        )
+        return Footprint(chip, chunk, 12.5, 9, 2e6, 3e6, 4e6, 5e9, 1000, math.nan)
+
+    monkeypatch.setattr(command, "footprint", counted)
+    monkeypatch.setattr(command, "run_here", lambda: None)
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "method: fedavg\npopulation: {clients: 20, partition: iid}\n"
+        "local: {batch_size: 8, epochs: 3}\n"
+    )
+    command.main("h100", chunk=64, config=config, as_json=True)
+    # 72 of the digits each: 9 batches of 8 in one block, 3 times.
+    assert seen == {
+        "chip": "h100",
+        "method": "fedavg",
+        "clients": 20,
+        "chunk": 64,
+        "trips": (9, 1, 3),
+    }
+    found = json.loads(capsys.readouterr().out)
+    assert found["MB moved, per client"] == 2
+    assert found["us as its compiler expects"] is None
+    command.main("h100", chunk=64, config=config)
+    assert "kernels of a step of all    12.5" in capsys.readouterr().out

@@ -1,6 +1,6 @@
 """Footprint of a round that is compiled for an absent chip: its memory, and a local step's cost.
 
-`jaxfl.engine.kernels` reads the kernels and bytes of a step from XLA's optimised text. The trace of
+`tools.footprint.hlo` reads the kernels and bytes of a step from XLA's optimised text. The trace of
 the program gives the operations of a step.
 """
 
@@ -15,13 +15,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxfl._validate import check_choice, check_count, check_positive, checked, key_of
-from jaxfl.chips import CHIPS, device_of
 from jaxfl.engine.chunk import fitting
-from jaxfl.engine.kernels import step_cost
 from jaxfl.engine.mesh import Population, common_size, in_rows
 from jaxfl.engine.program import compile_rounds, first_states
 from jaxfl.local.train import STEP
 from jaxfl.types import Algorithm, Clients, Tree
+from tools.footprint.chips import CHIPS, device_of
+from tools.footprint.hlo import step_cost
 
 
 class Footprint(NamedTuple):
@@ -85,7 +85,7 @@ def footprint(
     """Compile a round of all clients for one chip, and read its resources from the program.
 
     Args:
-        chip: Name of a chip in `jaxfl.chips.CHIPS`.
+        chip: Name of a chip in `tools.footprint.chips.CHIPS`.
         algorithm: The method whose round is compiled.
         clients: Host arrays. Only the numbers of training examples are read. All other arrays may
             be shapes (`jax.ShapeDtypeStruct`).

@@ -403,6 +403,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
         "callbacks": ((), "callbacks"),
     }),
     "clear_caches": (jaxfl.clear_caches, {}),
+    "configure": (jaxfl.configure, {}),
     "sweep": (jaxfl.sweep, RUN | {
         "key": (KEY, "key"), "build": (SWEPT, "function"), "values": ({"mu": [0.1, 0.2]}, "values"),
         "batch": (None, "count?"), "paired_noise": (False, "flag"), "keep_states": (True, "flag"),

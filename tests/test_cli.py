@@ -291,7 +291,7 @@ def exit_code():
         (["run", "--out", "/proc/x"], "[Errno 2] No such file or directory: '/proc/x"),
         (["run", "--option", "=3"], "option must be NAME=VALUE, got '=3'"),
         (["run", "--config", "/no/such/file"], "config must be a YAML file of settings, got '/no/such/file' ([Errno 2]"),
-        (["plan", "--clients", "5" * 5000, "--cohort", "9", "--rounds", "9"], "--clients: no type matching"),
+        (["plan", "--clients", "5" * 5000, "--cohort", "9", "--rounds", "9"], "--clients: Exceeds the limit"),
         (["plan", "--clients", "1" + "0" * 21, "--cohort", "9", "--rounds", "9"], "clients must be a whole number from 1 to 1000000000000, got 1" + "0" * 21),
         (["data", "x"], "name must be one of 'all'"),
         (["report", "/no/such/file"], "folder must hold metrics.jsonl, got '/no/such/file'"),

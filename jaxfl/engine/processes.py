@@ -90,9 +90,9 @@ def disagreements(facts: Sequence[Mapping[str, str]]) -> str:
     """Return the facts that differ between processes in words, or "" if none differs.
 
     >>> facts = [{"data": "a", "jax": "0.10"}, {"data": "b", "jax": "0.10"}]
-    >>> differences([*facts, facts[0]])
+    >>> disagreements([*facts, facts[0]])
     "data differs by process: 'a' in 0, 2; 'b' in 1"
-    >>> differences([{"data": "a"}, {"data": "a"}])
+    >>> disagreements([{"data": "a"}, {"data": "a"}])
     ''
     """
     texts = []

@@ -167,7 +167,7 @@ def test_other_inputs_raise_an_error(rows, message):
 def test_a_missing_package_is_named(monkeypatch, missing):
     known = importlib.util.find_spec
     module = importlib.import_module("jaxfl.data.minilm")
-    module._file.cache_clear()
+    module._published_content.cache_clear()
     cutter = types.SimpleNamespace(from_buffer=None)
     found = None if missing == "tokenizers" else types.SimpleNamespace(Tokenizer=cutter)
     monkeypatch.setitem(sys.modules, "tokenizers", found)
@@ -176,7 +176,7 @@ def test_a_missing_package_is_named(monkeypatch, missing):
     )
     with pytest.raises(ValueError, match=f"got minilm without .*{missing.replace('_', '-')}"):
         minilm_tokens(["a"])
-    module._file.cache_clear()
+    module._published_content.cache_clear()
 
 
 @pytest.mark.parametrize(

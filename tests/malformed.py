@@ -482,8 +482,8 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
         "parts": (None, "release?"), "evaluation_epochs": (None, "count from 0?"),
     }),
     "dp_fedavg_mixed": (algorithms.dp_fedavg_mixed, MODELS | LOCAL | PRIVATE | DELTA | {
-        "tuning": (None, "local?"), "alone": LOCAL["local"], "penalty": (40.0, "positive"),
-        "train": (40.0, "positive"), "folds": (3, "fold count"),
+        "tuning": LOCAL["local"], "alone": LOCAL["local"], "smoothing": (0.1, "at least 0?"),
+        "folds": (3, "fold count"),
     }),
     "fedrod": (algorithms.fedrod, MODELS | LOCAL | SERVER | PRIVATE | DELTA),
     "ppsgd": (algorithms.ppsgd, MODELS | PRIVATE | DELTA | {

@@ -40,9 +40,9 @@ def test_a_mixture_is_the_recipe_of_the_library():
     place = PLACE._replace(unseen=0.0)
     alone = {"linear": methods.Alone(0.2, 3), "perceptron": methods.Alone(0.1, 2)}
     model, linear = methods.networks(place, (8, 8, 1), 10)
-    family = methods.families(place, model, linear, alone)["scaled linear DP-FedAvg"]
+    family = methods.families(place, model, linear, alone)["linear DP-FedAvg"]
     numbers = {"rate": 0.1, "clip": 0.5, "tuning": 0.05}
-    found = family.mixtures["fine_tuned_scaled_4"](**numbers, noise_multiplier=0.7)
+    found = family.mixtures["fine_tuned_corrected"](**numbers, noise_multiplier=0.7)
     recipe = dp_fedavg_mixed(
         linear,
         clip=0.5,
@@ -51,15 +51,14 @@ def test_a_mixture_is_the_recipe_of_the_library():
         local=LocalSGD(optax.sgd(0.1), 8, 1),
         tuning=LocalSGD(optax.sgd(0.05), 8, methods.FINE_TUNING_PASSES),
         alone=LocalSGD(optax.sgd(0.2), 8, 3),
-        penalty=4.0,
-        train=methods.SCALING_IN_ROUNDS,
+        smoothing=methods.SMOOTHING,
     )
     clients = places.clients_of(place, 0)
     scores = [
         simulate(3, method, clients, rounds=2, progress=False).scores for method in (found, recipe)
     ]
     np.testing.assert_allclose(
-        scores[0]["mixed_fine_tuned_scaled_4"], scores[1]["accuracy"], atol=1e-6
+        scores[0]["mixed_fine_tuned_corrected"], scores[1]["accuracy"], atol=1e-6
     )
 
 
@@ -176,7 +175,7 @@ def result_of(changed=None):
             "validation": score,
         }
         own["tuning"].append(tuned | {"evaluation": 0, "points": 20})
-    name = "mixed_scaled_4"
+    name = "mixed_fine_tuned_corrected"
     tuned = {
         "way": name,
         "epsilon": 1.0,
@@ -259,9 +258,9 @@ def test_the_front_page_has_three_sentences_of_the_results():
 def test_the_best_families_on_validation_examples_are_mixed_and_always_the_recipes():
     parts = {
         name: {"tuning": [{"epsilon": 1.0, "validation": score}]}
-        for name, score in {"a": 0.9, "b": 0.8, "c": 0.7, "d": 0.6, report.SCALED: 0.1}.items()
+        for name, score in {"a": 0.9, "b": 0.8, "c": 0.7, "d": 0.6, "linear DP-FedAvg": 0.1}.items()
     }
-    assert mixed_families(parts, [1.0]) == ["a", "b", "c", report.SCALED]
+    assert mixed_families(parts, [1.0]) == ["a", "b", "c", "linear DP-FedAvg"]
 
 
 def test_all_places_have_a_study_of_their_own():

@@ -1,4 +1,4 @@
-"""The map: methods at the same honest epsilons in populations of 100 to 10,000 clients, each tuned alike.
+"""The map: methods at the same honest epsilons for 100 to 10,000 clients, each tuned alike.
 
 python -m experiments.map cifar10_pretrained_5_classes_1000
 """
@@ -34,7 +34,7 @@ ALWAYS_MIXED = "linear DP-FedAvg"
 
 
 def run(place: Place, options: Options) -> Result:
-    """Tune every method of a place, and run the chosen points; finished methods are kept as parts."""
+    """Tune every method of a place, run the chosen points, and keep finished methods as parts."""
     seeds = SEEDS
     if options.smoke:
         place = place._replace(
@@ -135,14 +135,14 @@ def _kept(
 
 
 def _stopped(alone: Mapping[str, Any], place: Place) -> Alone:
-    """Return the chosen rate of clients that train alone, and the passes after which they stop, at most some."""
+    """Return the chosen rate of clients that train alone, and the passes after which they stop."""
     (tuned,) = alone["tuning"]
     passes = (tuned["evaluation"] + 1) * passes_between(place.passes)
     return Alone(tuned["chosen"]["rate"], min(passes, MIXTURE_PASSES))
 
 
 def mixed_families(parts: Mapping[str, Mapping[str, Any]], epsilons: Sequence[float]) -> list[str]:
-    """Return the families that are best on validation examples at some epsilon, and one that always is mixed."""
+    """Return the families that are best on validation at some epsilon, and the recipe's."""
     names = {ALWAYS_MIXED}
     for epsilon in epsilons:
         best = {
@@ -166,9 +166,9 @@ PLACES = (
     Place("fashion_mnist", "pretrained features", "rotated", 100, share=0.2, test=100),
     Place("insteval", "answers", "owners", 2972),
     Place("shakespeare", "last characters", "owners", 1055),
-    *map(_earlier_place, ("cifar10_100_5", "cifar10_1000_5", "cifar10_1000_2")),
+    _earlier_place("cifar10_1000_5"),
 )
-"""Pretrained features first, since they raise every score; random ones where an earlier map was measured."""
+"""Places, pretrained features first. Random ones are where an earlier map was measured."""
 
 STUDIES = {
     place.name: Study(functools.partial(run, place), markdown, draw, minutes=25.0)

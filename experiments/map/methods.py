@@ -1,4 +1,4 @@
-"""The methods of the map, each with its points, and the ways in which one training run is evaluated."""
+"""The methods of the map, each with its points, and the ways in which a run is evaluated."""
 
 import dataclasses
 import functools
@@ -80,7 +80,7 @@ class Family(NamedTuple):
     ceiling: bool = False
     """Whether the map also shows it without noise."""
     mixtures: Mapping[str, Callable[..., Algorithm]] = {}
-    """Builders of the same runs, scored as a mixture of one way and the local model, by that way."""
+    """Builders of the same runs by way, scored as a mixture of that way and the local model."""
 
 
 class Alone(NamedTuple):
@@ -137,7 +137,7 @@ def _of_way(model: Model, number: int, ways: int) -> Metric:
 
 
 def only_participants(algorithm: Algorithm, participants: int) -> Algorithm:
-    """Return the method in which clients from number `participants` on send zeros and keep their state.
+    """Return the method in which clients from `participants` on send zeros and keep their state.
 
     The denominator counts them, as a server would that does not know who is silent.
     """
@@ -169,7 +169,7 @@ CORRECTIONS: Mapping[str, Way] = {
 def families(
     place: Place, model: Model, linear: Model, alone: Mapping[str, Alone]
 ) -> dict[str, Family]:
-    """Return every method with as many points, over its rate, its clip bound and numbers of its own.
+    """Return every method with equally many points over its rate, clip bound and own numbers.
 
     Args:
         place: Place on the map.
@@ -197,7 +197,7 @@ def families(
         mixed_ways: Sequence[str] = tuple(CORRECTIONS),
         **options: Any,
     ) -> Family:
-        """Return the family of a method that takes a clip bound, the noise and numbers of its own."""
+        """Return the family of a method with a clip bound, noise and numbers of its own."""
 
         def build(*, mix: str | None = None, **numbers: Any) -> Algorithm:
             base = only_participants(method(**numbers), place.participants)
@@ -257,7 +257,7 @@ def families(
         trained: Callable[[float], Mapping[str, LocalSGD]],
         network: Model,
     ) -> Family:
-        """Return the family of a method whose personal models train near the shared one, also before the test."""
+        """Return the family of a method whose personal models always train near the shared one."""
 
         def build(model: Model, rate: float, penalty_weight: float, **options: Any) -> Algorithm:
             base = method(model, penalty_weight=penalty_weight, **trained(rate), **options)
@@ -380,7 +380,7 @@ def families(
 
 
 def averaged(place: Place, model: Model) -> Callable[..., Algorithm]:
-    """Return the builder of DP-FedAvg from the numbers of a point. A rate of fine-tuning changes no run."""
+    """Return the builder of DP-FedAvg from a point. A rate of fine-tuning changes no run."""
 
     def build(rate: float, clip: float, noise_multiplier: float, tuning: float = 0.0) -> Algorithm:
         del tuning

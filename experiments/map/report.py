@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from experiments.common import number, percent
+from experiments.map.methods import SCALING
 from experiments.map.places import passes_between
 from experiments.study import Result, dated, listed, markdown_table
 from jaxfl import Comparison
@@ -20,24 +21,30 @@ WAYS = {
     "fine_tuned": ", fine-tuned",
     "fine_tuned_corrected": ", fine-tuned and corrected",
     "head_fine_tuned": ", head fine-tuned",
+    **{f"scaled_{penalty:g}": "" for penalty in SCALING},
+    **{f"fine_tuned_scaled_{penalty:g}": ", fine-tuned" for penalty in SCALING},
     "mixed_plain": ", mixed",
     "mixed_corrected": ", corrected and mixed",
     "mixed_own_classes": ", corrected and mixed",
     "mixed_fine_tuned": ", fine-tuned and mixed",
     "mixed_fine_tuned_corrected": ", fine-tuned, corrected and mixed",
 }
-"""What a method's name is followed by, by the way in which it is evaluated."""
+"""What a method's name is followed by, by the way in which it is evaluated.
+
+Of ways with one name, tables have the one that is best on validation examples.
+"""
 
 WITHDRAWN = pathlib.Path(__file__).with_name("withdrawn.json")
-"""What an earlier map found: training alone, and its best private method, chosen on test examples."""
+"""What an earlier map found: training alone, and the best private method on test examples."""
 
 ALONE = ("local-only", "linear local-only")
 RECIPE = "recipe"
 RECIPE_PART = "linear DP-FedAvg, mixed"
 CORRECTED = "linear DP-FedAvg, corrected"
 
-TEXT = """{clients:,} clients, of whom {participants:,} may take part; {rounds} rounds with {share:.0%} of the clients
-expected in each, batches of {batch_size}. The perceptron has {width} units.
+TEXT = """{clients:,} clients, of whom {participants:,} may take part; {rounds} rounds with
+{share:.0%} of the clients expected in each, batches of {batch_size}. The perceptron has
+{width} units.
 
 ![accuracy against epsilon]({name}.png)"""
 
@@ -46,7 +53,7 @@ def comparison(result: Result) -> Comparison:
     """Return a place's final runs, one method for each way of evaluation."""
     rows = []
     for method, own in result["methods"].items():
-        shown = (row for row in own["rows"] if _is_shown(own, row))
+        shown = (row for row in own["rows"] if _is_shown(method, own, row))
         rows += [
             row | {"method": _label(method, row["way"]), "stated": row["epsilon"]} for row in shown
         ]
@@ -54,7 +61,7 @@ def comparison(result: Result) -> Comparison:
 
 
 def _label(method: str, way: str) -> str:
-    """Return the name of a method in tables. A mixture's part has the method's name and the word mixed.
+    """Return the name of a method in tables. A mixture's part has its name and the word mixed.
 
     The recipe has one name, whether it is corrected or not, which is chosen on validation examples.
     """
@@ -63,17 +70,20 @@ def _label(method: str, way: str) -> str:
     return method.removesuffix(", mixed") + WAYS[way]
 
 
-def _correction(own: Mapping[str, Any], epsilon: float) -> str:
-    """Return the correction that is better on validation examples: with smoothing, or without."""
-    scores = {row["way"]: row["validation"] for row in own["tuning"] if row["epsilon"] == epsilon}
-    smoothed = scores.get("corrected", 0.0) >= scores.get("own_classes", 0.0)
-    return "corrected" if smoothed else "own_classes"
+def _is_shown(method: str, own: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    """Return whether tables have a row: of ways with one name, they have the best on validation."""
+    label = _label(method, row["way"])
+    return row["way"] == _best_way(method, own, label, row["epsilon"])
 
 
-def _is_shown(own: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
-    """Return whether tables have a row: of two corrections, they have the better one."""
-    way = row["way"]
-    return way not in ("corrected", "own_classes") or way == _correction(own, row["epsilon"])
+def _best_way(method: str, own: Mapping[str, Any], label: str, epsilon: float) -> str:
+    """Return the way that is best on validation examples, of all with one name in tables."""
+    scores = {
+        row["way"]: row["validation"]
+        for row in own["tuning"]
+        if row["epsilon"] == epsilon and _label(method, row["way"]) == label
+    }
+    return max(scores, key=lambda way: (scores[way], way))
 
 
 def validation(result: Result, epsilon: float) -> dict[str, float]:
@@ -133,7 +143,8 @@ def summary(result: Result, epsilon: float) -> str:
     private = validation(result, epsilon)
     equal = [name for name in not_below(found, first, epsilon) if name in private]
     gains = differences(found, own, epsilon)
-    text = f"**ε {number(epsilon)}.** Best on validation examples: {first}, {_cell(found, first, epsilon)}, "
+    score = _cell(found, first, epsilon)
+    text = f"**ε {number(epsilon)}.** Best on validation examples: {first}, {score}, "
     text += f"{_points(gains[first])} over training alone. "
     text += f"Not below it: {'; '.join(equal)}. " if equal else "All others are below it. "
     return f"{text}The recipe is {_points(gains[RECIPE])} from training alone."
@@ -188,11 +199,11 @@ def table(result: Result) -> str:
 
 
 def settings(result: Result) -> str:
-    """Return the chosen points, with their scores on validation examples and how many points were tried."""
+    """Return the chosen points, with their validation scores and how many points were tried."""
     cells: dict[str, dict[float, str]] = {}
     for method, own in result["methods"].items():
         for row in own["tuning"]:
-            if not _is_shown(own, row):
+            if not _is_shown(method, own, row):
                 continue
             point = {name: value for name, value in row["chosen"].items() if name != "epsilon"}
             if method in ALONE:
@@ -200,6 +211,9 @@ def settings(result: Result) -> str:
             text = ", ".join(f"{name} {value:.3g}" for name, value in point.items())
             if method == RECIPE_PART:
                 text = f"{WAYS[row['way']].removeprefix(', ')}: {text}"
+            if "scaled" in row["way"]:
+                text = f"{text}, penalty {row['way'].rpartition('_')[2]}"
+                text += ", fine-tuned" if "fine_tuned" in row["way"] else ""
             score = f"{100 * row['validation']:.1f}% of {row['points']}"
             cells.setdefault(_label(method, row["way"]), {})[row["epsilon"]] = f"{text} ({score})"
     epsilons = sorted({epsilon for own in cells.values() for epsilon in own})
@@ -240,7 +254,7 @@ def draw(result: Result, path: pathlib.Path) -> None:
 
 
 def answer(results: Mapping[str, Result]) -> str:
-    """Return the front page's picture and its three sentences, whose numbers are those of the results."""
+    """Return the front page's picture and its three sentences, with numbers of the results."""
     places = list(results.values())
     if not places:
         return "No place is measured yet."
@@ -265,8 +279,8 @@ def answer(results: Mapping[str, Result]) -> str:
         "2. **One recipe.** DP-FedAvg whose clients also fine-tune and mix in a model of their own "
         f"(`dp_fedavg_mixed`) is {floor[small]} points from training alone "
         f"{at(number(small), floor[large], number(large))}.",
-        "3. **Others.** The highest of all other private methods, as published, corrected before "
-        "or after they are fitted, or mixed, and picked on test examples in its favour, is "
+        "3. **Others.** The highest of all other private methods, as published, corrected, "
+        "fine-tuned or mixed, and picked on test examples in its favour, is "
         f"{others[small]} points from that recipe "
         f"{at(number(small), others[large], number(large))}.",
     ]
@@ -331,7 +345,7 @@ def _row(result: Result, method: str, epsilon: float) -> dict[str, Any]:
 
 
 def _others(places: Sequence[Result], epsilon: float) -> str:
-    """Return how far the highest other method is from the recipe, and which one is furthest above."""
+    """Return how far the highest other method is from the recipe, and the furthest one above."""
     gains = [_gain(place, _rival(place, epsilon), RECIPE, epsilon) for place in places]
     most = int(np.argmax(gains))
     if gains[most] <= 0:
@@ -341,13 +355,13 @@ def _others(places: Sequence[Result], epsilon: float) -> str:
 
 
 def _rival(result: Result, epsilon: float) -> str:
-    """Return the method with the highest score on test examples among those that are not DP-FedAvg's.
+    """Return the method with the highest score on test examples, except the recipe.
 
     Test examples pick it against the recipe, so that no other choice would be harder to meet.
     """
     found = comparison(result)
     private = validation(result, epsilon)
-    rivals = [name for name in private if name != RECIPE and "DP-FedAvg" not in name]
+    rivals = [name for name in private if name != RECIPE]
     return max(rivals, key=lambda name: (found.mean(name, epsilon)[0], name))
 
 
@@ -362,12 +376,12 @@ def _dots(axes: Any, rows: Sequence[Mapping[str, Any]], label: str, index: int) 
 
 
 def withdrawn(result: Result) -> str:
-    """Return the winners of the withdrawn map, and DP-FedAvg with and without the correction at its places."""
+    """Return the winners of the withdrawn map beside DP-FedAvg, with and without correction."""
     lines = []
     for own in result["places"].values():
         for epsilon in sorted({row["epsilon"] for row in own["rows"]}):
             known = own["earlier"][str(epsilon)]
-            corrected = _correction(own, epsilon)
+            corrected = _best_way("DP-FedAvg", own, "DP-FedAvg, corrected", epsilon)
             scores = [
                 percent(
                     [
@@ -392,6 +406,7 @@ def withdrawn(result: Result) -> str:
     hours = sum(own["seconds"] for own in result["places"].values()) / 3600
     note = (
         "The withdrawn map picked its best method on test examples, over 3 seeds of 10 points. "
-        f"{hours:.2f} core-hours for the last two columns. Seeds {listed(result['seeds'])}; {dated(result)}."
+        f"{hours:.2f} core-hours for the last two columns. "
+        f"Seeds {listed(result['seeds'])}; {dated(result)}."
     )
     return f"{markdown_table(head, lines)}\n\n{note}"

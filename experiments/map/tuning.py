@@ -1,4 +1,4 @@
-"""The protocol of the map: points are tried on two tuning seeds, and the chosen ones run over other seeds."""
+"""The protocol of the map: two tuning seeds try points, and other seeds run the chosen ones."""
 
 import functools
 import math
@@ -34,7 +34,7 @@ Scores = dict[Point, dict[str, np.ndarray]]
 Row = dict[str, Any]
 
 ALL_DROPPED = -1.0
-"""Score of every client in a run all of whose updates were dropped: such a point is never chosen."""
+"""Score of every client in a run that dropped all updates, so that no way chooses its point."""
 
 SHARES = ("density", "threshold")
 """Numbers that must stay below 1."""
@@ -96,7 +96,7 @@ def mixtures(
 ) -> dict[str, Any]:
     """Return tuning and final rows of a family's mixtures with the local model.
 
-    At each epsilon the way that is best on validation examples is mixed, at the point that it chose.
+    At each epsilon the way that is best on validation is mixed, at the point that it chose.
     """
     began = time.process_time()
     found: dict[str, list[Row]] = {"tuning": [], "rows": []}
@@ -167,7 +167,7 @@ def _run(
 ) -> Scores:
     """Run points in one program and return the scores of all clients.
 
-    Points whose clients' states need more memory than `MEMORY` together run one group after another.
+    Points whose client states need more memory than `MEMORY` run one group after another.
     """
     if not points:
         return {}
@@ -196,7 +196,8 @@ def _run_together(
         clients,
         rounds=family.rounds,
         eval_every=family.rounds if family.private else passes_between(family.rounds),
-        paired_noise=True,  # Differences between points are less noisy, and nothing here is private.
+        # Differences between points are less noisy then, and nothing here is private.
+        paired_noise=True,
         keep_states=False,
         devices=jax.devices()[:1],
         chunk=1,
@@ -238,7 +239,7 @@ def _state_bytes(place: Place, family: Family) -> int:
 
 
 def _noise(place: Place, family: Family, epsilon: float) -> float:
-    """Return the noise multiplier that meets an epsilon. A mixture has the noise of what it mixes."""
+    """Return the noise multiplier for an epsilon. A mixture has the noise of what it mixes."""
     if math.isinf(epsilon):
         return 0.0
     method = _example_of(family)
@@ -267,7 +268,7 @@ def _as_point(numbers: Mapping[str, float], epsilon: float) -> Point:
 
 
 def _mean(place: Place, values: np.ndarray) -> np.ndarray:
-    """Return the mean over participants with test examples, for each evaluated round if there are several."""
+    """Return the mean over participants with test examples, for each evaluated round."""
     return np.nanmean(values[..., : place.participants], axis=-1)
 
 
@@ -284,7 +285,7 @@ def _best(place: Place, tried: Scores, way: str, epsilon: float) -> list[Point]:
 def _chosen(
     place: Place, tried: Sequence[Scores], way: str, epsilon: float
 ) -> tuple[Point, int, float]:
-    """Return the point that is best over both tuning seeds, its best evaluated round, and its score."""
+    """Return the best point over both tuning seeds, its best evaluated round, and its score."""
     both = [point for point in tried[1] if dict(point)["epsilon"] == epsilon]
     scores = {
         point: np.mean([np.atleast_1d(_mean(place, own[point][way])) for own in tried], axis=0)
@@ -296,7 +297,7 @@ def _chosen(
 
 
 def _wider(place: Place, family: Family, tried: Scores, way: str, epsilon: float) -> set[Point]:
-    """Return points beyond the ends of the grid, for each number of the best point that lies at one."""
+    """Return points beyond the grid, for each number of the best point that lies at an end."""
     best = dict(_best(place, tried, way, epsilon)[0])
     found = set()
     for name, factor in _ends(family, best):
@@ -308,7 +309,7 @@ def _wider(place: Place, family: Family, tried: Scores, way: str, epsilon: float
 
 
 def _ends(family: Family, point: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Return the numbers of a point that are the least or the largest of their grid, and where to look beyond."""
+    """Return the numbers of a point that lie at an end of their grid, with factors to go beyond."""
     found = []
     for name, column in family.points.items():
         if point[name] <= min(column):

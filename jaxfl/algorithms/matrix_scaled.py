@@ -20,8 +20,8 @@ _LOGITS_MAP = "logits_map"
 _BLOCK = 128
 """Number of examples whose logits are computed at once."""
 
-_OFFSET_SHARE = 1 / 30
-"""Penalty of the offset over that of the matrix.
+_CONSTANT = 30**0.5
+"""Input whose weights are the offset, so that its penalty is 1/30 of the matrix's.
 
 Clients differ more often in how frequent their classes are than in what the classes mean.
 """
@@ -63,8 +63,8 @@ def matrix_scaled(
     The offset learns how frequent the client's classes are, as `prior_corrected` does from counts.
     The matrix also learns classes that mean something else on this client, for instance because
     two clients name the same things differently. The fit takes `steps` steps of Nesterov's method
-    with the step size 1 / L, where :math:`L = \lambda + \frac{1}{2} \big| \sum_x (z, 1) (z, 1)^T
-    \big|_F` bounds the curvature.
+    with the step size 1 / L, where :math:`L = \lambda + \frac{1}{2} \big| \sum_x u u^T \big|_F`
+    with :math:`u = (z(x), \sqrt{30})` bounds the curvature in :math:`(A, b / \sqrt{30})`.
 
     Args:
         algorithm: Any method for a classification. Methods that share a model gain the most.
@@ -162,11 +162,9 @@ def fit_map(
     """
     blocks, batch, classes = logits.shape
     used = longest(-(-jnp.sum(real) // batch))
-    # The offset is the row of the matrix that belongs to an input of 1.
-    ones = jnp.ones((blocks, batch, 1))
-    inputs = jnp.where(real[..., None], jnp.concatenate([logits, ones], axis=-1), 0)
+    constant = jnp.full((blocks, batch, 1), _CONSTANT)
+    inputs = jnp.where(real[..., None], jnp.concatenate([logits, constant], axis=-1), 0)
     identity = jnp.eye(classes + 1, classes)
-    penalties = penalty * jnp.ones((classes + 1, 1)).at[classes].set(_OFFSET_SHARE)
 
     def summed(of_block: Callable[[Array, Array], Array], start: Array) -> Array:
         def add(block: Int[Array, ""] | int, total: Array) -> Array:
@@ -188,7 +186,7 @@ def fit_map(
             error = jax.nn.softmax(rows @ weights) - jax.nn.one_hot(labels, classes)
             return rows.T @ error
 
-        return summed(of_block, penalties * (weights - identity))
+        return summed(of_block, penalty * (weights - identity))
 
     def step(index: Int[Array, ""], carry: tuple[Array, Array]) -> tuple[Array, Array]:
         before, ahead = carry
@@ -197,7 +195,7 @@ def fit_map(
         return after, after + momentum * (after - before)
 
     weights, _ = lax.fori_loop(0, steps, step, (identity, identity))
-    return LogitsMap(matrix=weights[:classes], offset=weights[classes])
+    return LogitsMap(matrix=weights[:classes], offset=_CONSTANT * weights[classes])
 
 
 def _logits(

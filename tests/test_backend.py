@@ -47,6 +47,22 @@ def test_flags_are_added_to_those_that_are_set():
     assert "--xla_backend_optimization_level=0" in flags  # of the suite
 
 
+def fresh(code, **variables):
+    """Run code in a process whose JAX nobody has configured, and return what the process prints."""
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("JAX", "XLA"))
+    }
+    paths = [*sys.path, str(pathlib.Path(__file__).parent)]
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=kept | {"PYTHONPATH": os.pathsep.join(paths)} | variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.split("\n"), done.stderr
+
+
 @pytest.mark.parametrize(
     ("variables", "devices"),
     [
@@ -55,13 +71,8 @@ def test_flags_are_added_to_those_that_are_set():
     ],
 )
 def test_a_number_of_cpu_devices_that_is_set_stays(variables, devices):
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
-    }
     code = "import jax, jaxfl; jaxfl.configure(); print(jax.device_count())"
-    told = subprocess.check_output([sys.executable, "-c", code], env=kept | variables, text=True)
+    (told, *_), _ = fresh(code, **variables)
     assert int(told) == devices
 
 
@@ -111,22 +122,6 @@ def test_a_model_takes_the_form_of_the_devices_that_it_is_traced_for():
         assert model.largest_part is None
         assert convolutions()
     assert not convolutions()
-
-
-def fresh(code, **variables):
-    """Run code in a process whose JAX nobody has configured, and return what the process prints."""
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith(("JAX", "XLA"))
-    }
-    paths = [*sys.path, str(pathlib.Path(__file__).parent)]
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=kept | {"PYTHONPATH": os.pathsep.join(paths)} | variables,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout.split("\n"), done.stderr
 
 
 def test_importing_changes_nothing_in_the_process():

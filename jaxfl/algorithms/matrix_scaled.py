@@ -1,6 +1,6 @@
 """A map of a client's own from the shared model's logits to its classes, around any method."""
 
-from collections.abc import Callable
+import functools
 from typing import NamedTuple
 
 import jax
@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int, Key
 from jaxfl._validate import checked
 from jaxfl.algorithms.prior_corrected import check_trains_by_clients, classes_of, update_through
 from jaxfl.local.lanes import longest
+from jaxfl.local.sums import computed
 from jaxfl.models.extended import extended
 from jaxfl.types import Algorithm, ClientData, Model, Number, Params, Tree
 
@@ -163,30 +164,24 @@ def fit_map(
     blocks, batch, classes = logits.shape
     used = longest(-(-jnp.sum(real) // batch))
     constant = jnp.full((blocks, batch, 1), _CONSTANT)
-    inputs = jnp.where(real[..., None], jnp.concatenate([logits, constant], axis=-1), 0)
+    inputs = jnp.concatenate([logits, constant], axis=-1)
+    inputs = jnp.where(real[..., None], inputs, 0)
+    rows = inputs.reshape(blocks * batch, classes + 1)
+    labelled = rows.T @ jax.nn.one_hot(labels.reshape(-1), classes)
+    # The Hessian of -log softmax is at most 1/2.
+    curvature = penalty + jnp.linalg.norm(rows.T @ rows) / 2
     identity = jnp.eye(classes + 1, classes)
 
-    def summed(of_block: Callable[[Array, Array], Array], start: Array) -> Array:
-        def add(block: Int[Array, ""] | int, total: Array) -> Array:
-            return total + of_block(inputs[block], labels[block])
-
-        # A loop of one pass costs more than the pass.
-        return add(0, start) if blocks == 1 else lax.fori_loop(0, used, add, start)
-
-    def products(rows: Float[Array, "B I"], labels: Int[Array, "B"]) -> Float[Array, "I I"]:
-        del labels
-        return rows.T @ rows
-
-    # The Hessian of -log softmax is at most 1/2.
-    squares = summed(products, jnp.zeros((classes + 1, classes + 1)))
-    curvature = penalty + jnp.linalg.norm(squares) / 2
-
     def gradient(weights: Float[Array, "I K"]) -> Float[Array, "I K"]:
-        def of_block(rows: Float[Array, "B I"], labels: Int[Array, "B"]) -> Float[Array, "I K"]:
-            error = jax.nn.softmax(rows @ weights) - jax.nn.one_hot(labels, classes)
-            return rows.T @ error
+        def add(block: Int[Array, ""] | int, total: Array) -> Array:
+            shares = jax.nn.softmax(inputs[block] @ weights)
+            return total + inputs[block].T @ shares
 
-        return summed(of_block, penalty * (weights - identity))
+        start = penalty * (weights - identity) - labelled
+        if blocks == 1:
+            # A loop of one pass costs more than the pass.
+            return add(0, start)
+        return lax.fori_loop(0, used, add, start)
 
     def step(index: Int[Array, ""], carry: tuple[Array, Array]) -> tuple[Array, Array]:
         before, ahead = carry
@@ -203,16 +198,8 @@ def _logits(
 ) -> tuple[Float[Array, "M B K"], Int[Array, "M B"], Bool[Array, "M B"]]:
     """Return the logits and labels of all examples of a client by block, and which are real."""
     batch = min(_BLOCK, data.padded)
-    blocks = -(-data.padded // batch)
-    positions = jnp.arange(blocks * batch).reshape(blocks, batch)
-    real = positions < data.size
+    logits = computed(model, data, functools.partial(model.apply, params), batch=batch)
+    positions = jnp.arange(len(logits)).reshape(-1, batch)
     _, labels = data.take(positions)
-
-    def fill(number: Int[Array, ""], logits: Array) -> Array:
-        inputs, _ = data.take(positions[number])
-        outputs = model.apply(params, model.prepare(inputs))
-        return logits.at[number].set(outputs)
-
-    blank = jnp.zeros((*positions.shape, classes))
-    used = longest(-(-data.size // batch))
-    return lax.fori_loop(0, used, fill, blank), labels, real
+    by_block = logits.reshape(*positions.shape, classes)
+    return by_block, labels, positions < data.size

@@ -1,4 +1,4 @@
-"""Sums over all examples of a client."""
+"""Sums and values over all examples of a client, block by block."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Shaped
 
 from jaxfl.local.lanes import longest
 from jaxfl.types import ClientData, Model, Tree
@@ -50,3 +50,31 @@ def summed(
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     blocks = longest(-(-data.size // batch))
     return lax.fori_loop(0, blocks, add, nothing)
+
+
+def computed(
+    model: Model, data: ClientData, of_inputs: Callable[[Array], Array], *, batch: int
+) -> Shaped[Array, "N ..."]:
+    """Return a function's values for a client's positions, block by block.
+
+    The number N of positions is that of the client, rounded up to whole blocks. Blocks without an
+    example have zeros.
+
+    Args:
+        model: Network that prepares the inputs.
+        data: Examples of the client.
+        of_inputs: Function of prepared inputs [B, ...] that returns values [B, ...].
+        batch: Number B of examples in a block.
+    """
+
+    def block(start: Int[Array, ""]) -> Shaped[Array, "B ..."]:
+        inputs, _ = data.take(start + jnp.arange(batch))
+        return of_inputs(model.prepare(inputs))
+
+    def put(i: Int[Array, ""], values: Shaped[Array, "N ..."]) -> Shaped[Array, "N ..."]:
+        return lax.dynamic_update_slice_in_dim(values, block(i * batch), i * batch, axis=0)
+
+    shape = jax.eval_shape(block, jnp.zeros((), jnp.int32))
+    positions = data.padded + -data.padded % batch
+    values = jnp.zeros((positions, *shape.shape[1:]), shape.dtype)
+    return lax.fori_loop(0, longest(-(-data.size // batch)), put, values)

@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int, Key
 from jaxfl._validate import check_key, checked, count_from_0
 from jaxfl.local.lanes import begin, hold, longest
 from jaxfl.local.masks import keep
+from jaxfl.local.sums import computed
 from jaxfl.server import schedule_free, states_of
 from jaxfl.types import ClientData, Model, Params, Tree
 
@@ -300,18 +301,8 @@ def fit_head(
         mask = {name: mask_of(name) for name in params}
         return local.train(key, model, params, data, mask=mask, penalty=penalty)
     batch = min(_BLOCK_EXAMPLES // 2, data.padded)
-    positions = jnp.arange(data.padded + -data.padded % batch)
-
-    def block(start: Int[Array, ""]) -> Float[Array, "B ..."]:
-        inputs, _ = data.take(start + jnp.arange(batch))
-        return extract(params, model.prepare(inputs))
-
-    def put(i: Int[Array, ""], features: Float[Array, "N ..."]) -> Float[Array, "N ..."]:
-        return lax.dynamic_update_slice_in_dim(features, block(i * batch), i * batch, axis=0)
-
-    shape = jax.eval_shape(block, jnp.zeros((), jnp.int32))
-    features = jnp.zeros((len(positions), *shape.shape[1:]), shape.dtype)
-    features = lax.fori_loop(0, longest(-(-data.size // batch)), put, features)
+    features = computed(model, data, functools.partial(extract, params), batch=batch)
+    positions = jnp.arange(len(features))
     _, labels = data.take(positions)
     of_features = ClientData(
         features, labels, positions[: data.padded], data.size, round=data.round

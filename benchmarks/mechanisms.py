@@ -23,7 +23,7 @@ from benchmarks.workloads import (
 )
 from jaxfl.engine.mesh import place
 from jaxfl.privacy import AdaptiveClip, BandedNoise, BLTNoise, Canaries, Mechanism
-from jaxfl.privacy.audit import audited
+from jaxfl.types import Algorithm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,20 +37,27 @@ class Config:
     out: pathlib.Path = OUT
 
 
-def ways(config: Config) -> dict[str, Callable[[Mechanism], Mechanism]]:
-    """Return functions from the Gaussian mechanism of a workload to other mechanisms."""
+def ways(config: Config) -> dict[str, Callable[[Algorithm], Algorithm]]:
+    """Return functions from a workload's method to the same method with another mechanism."""
 
-    def of(kind: type[Mechanism], **options: Any) -> Callable[[Mechanism], Mechanism]:
-        shared = [field.name for field in dataclasses.fields(Mechanism)]
-        return lambda plain: kind(**{name: getattr(plain, name) for name in shared}, **options)
+    def of(kind: type[Mechanism], **options: Any) -> Callable[[Algorithm], Algorithm]:
+        names = [field.name for field in dataclasses.fields(Mechanism)]
+
+        def change(plain: Algorithm) -> Algorithm:
+            shared = {name: getattr(plain.mechanism, name) for name in names}
+            return plain._replace(mechanism=kind(**shared | options))
+
+        return change
 
     return {
         "Gaussian": lambda plain: plain,
-        "on a grid": lambda plain: dataclasses.replace(plain, noise="grid"),
+        "on a grid": of(Mechanism, noise="grid"),
         "adaptive clip": of(AdaptiveClip, bit_noise=2.5),
         f"{config.bands} bands": of(BandedNoise, bands=config.bands),
         "BLT, 3 buffers": of(BLTNoise, scales=(0.3, 0.1, 0.05), decays=(0.6, 0.9, 0.99)),
-        f"{config.canaries:,} canaries": lambda plain: audited(plain, Canaries(config.canaries)),
+        f"{config.canaries:,} canaries": lambda plain: plain._replace(
+            audit=Canaries(config.canaries)
+        ),
     }
 
 
@@ -62,9 +69,7 @@ def main(config: Config) -> None:
         population, plain = place(clients_of(*examples_of(work))), algorithm_of(work)
         chunk = usual_chunk(plain, population)
         rounds = {
-            way: compile_round(
-                plain._replace(mechanism=make(plain.mechanism)), population, chunk
-            ).run
+            way: compile_round(make(plain), population, chunk).run
             for way, make in ways(config).items()
         }
         seconds = in_turn(rounds, config.repeats)

@@ -297,6 +297,8 @@ class Algorithm(NamedTuple):
     """Terms of the privacy statement."""
     sends: Literal["update", "weights"] = "update"
     """The kind of update in a message: a difference, or the client's weights."""
+    audit: Any = None
+    """A `jaxfl.privacy.Canaries` that take part with the clients. None without an audit."""
 
 
 class Ledger(NamedTuple):

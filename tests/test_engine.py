@@ -217,7 +217,7 @@ def test_evaluation_equals_a_plain_loop(tests):
         clients = clients._replace(test=Lists.of(rows), test_size=sizes)
     algorithm = fedavg(MODEL, local=LocalSGD(optax.sgd(0.1), epochs=3))
     population = place(clients)
-    (server, _), states = initialize(KEY, KEY, algorithm, population)
+    (server, *_), states = initialize(KEY, KEY, algorithm, population)
     scores = compile_evaluation(algorithm, population)(KEY, server, states)
     chunked = compile_evaluation(algorithm, population, chunk=4)(KEY, server, states)
     logits = MODEL.apply(server.params, MODEL.prepare(jnp.asarray(clients.inputs)))

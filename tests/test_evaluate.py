@@ -36,7 +36,7 @@ def test_a_model_without_finite_outputs_has_no_score_and_no_other_client_notices
     found = {}
     for name, algorithm in (("sound", base), ("broken", base._replace(personalize=personalize))):
         population = place(clients)
-        (server, _), states = initialize(KEY, KEY, algorithm, population)
+        (server, *_), states = initialize(KEY, KEY, algorithm, population)
         found[name] = jax.device_get(compile_evaluation(algorithm, population)(KEY, server, states))
     for scores, lost in ((found["sound"], [4]), (found["broken"], [1, 3, 4])):
         for values in scores.values():

@@ -51,7 +51,7 @@ def finished(folder, **options):
         journal.record(part, done - 2, 2)
         accuracy = np.linspace(0, 1, C, dtype=np.float32)
         journal.evaluated(index, {"accuracy": accuracy, "loss": 1 + accuracy})
-    return journal, journal.finish(6, ())
+    return journal, journal.finish(6)
 
 
 def _cut(field, done):
@@ -105,7 +105,7 @@ def test_epsilons_of_clients_are_arrays_before_the_first_evaluation_too(tmp_path
     noise = np.full(6, 2.0, np.float32)
     ledger = part.ledger._replace(server_noise=noise, noise_multiplier=noise)
     journal.record(part._replace(ledger=ledger), 0, 2)
-    statement = journal.finish(2, ()).statement
+    statement = journal.finish(2).statement
     epsilons = statement["honest"]["upload"]["pld"]["per_client"]["values"]
     written = json.loads((tmp_path / report.PRIVACY).read_text())
     assert written["honest"]["upload"]["pld"]["per_client"].keys() == {"min", "median", "max"}
@@ -147,7 +147,7 @@ def test_an_evaluation_that_failed_has_no_scores():
     journal.record(MAKE(*(_cut(field, 2) for field in records())), 0, 2)
     journal.evaluated(0, {name: np.ones(C, np.float32) for name in ("accuracy", "loss")})
     journal.record(MAKE(*(_cut(field, 4) for field in records())), 2, 2)
-    result = journal.finish(4, ())
+    result = journal.finish(4)
     assert len(result.ledger.participants) == 4
     assert [len(rows) for rows in result.history.values()] == [1, 1]
     assert (result.scores["accuracy"] == 1).all()

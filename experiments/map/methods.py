@@ -59,7 +59,7 @@ PENALTIES = (0.01, 1.0)
 STEPS = (0.3, 5.0)
 """Rates of a single step in a round."""
 
-SCALING = (1.0, 4.0, 40.0, 1000.0)
+SCALING = (4.0, 40.0)
 """Penalties of the map with which a client translates logits before the test, in examples."""
 
 SCALING_IN_ROUNDS = 40.0
@@ -274,7 +274,10 @@ def families(
 
     def scaled_ways(*, tuning: float, **_: Any) -> Mapping[str, Way]:
         again = functools.partial(fine_tuned, local=local(tuning, last))
-        found: dict[str, Way] = {}
+        found: dict[str, Way] = {
+            "fine_tuned": again,
+            "fine_tuned_corrected": lambda base: again(corrected(base)),
+        }
         for penalty in SCALING:
             scaled = functools.partial(matrix_scaled, penalty=penalty)
             found[f"scaled_{penalty:g}"] = scaled
@@ -286,9 +289,8 @@ def families(
     def scaled_average(**numbers: float) -> Algorithm:
         """Return DP-FedAvg that trains through maps, and is evaluated without one."""
         base = averaged(place, linear)(**numbers)
-        return base._replace(
-            client_update=matrix_scaled(base, train=SCALING_IN_ROUNDS).client_update
-        )
+        through_maps = matrix_scaled(base, train=SCALING_IN_ROUNDS)
+        return base._replace(client_update=through_maps.client_update)
 
     of_average = space(rate=START, clip=CLIPS, tuning=FURTHER)
 
@@ -300,9 +302,6 @@ def families(
     return {
         "DP-FedAvg": average(model),
         "linear DP-FedAvg": average(linear),
-        "scaled linear DP-FedAvg": family(
-            scaled_average, of_average, scaled_ways, tuple(scaled_ways(tuning=0.0))
-        ),
         "Ditto": near(ditto, of_ditto, model),
         "linear Ditto": near(ditto, of_ditto, linear),
         "MR-MTL": near(pmtl, of_mr_mtl, model),
@@ -375,6 +374,9 @@ def families(
             lambda **numbers: dp_prototypes(linear, **numbers),
             space(clip=(0.1, 1.5), personal=(0.1, 100.0)),
             rounds=1,
+        ),
+        "scaled linear DP-FedAvg": family(
+            scaled_average, of_average, scaled_ways, tuple(scaled_ways(tuning=0.0))
         ),
     }
 

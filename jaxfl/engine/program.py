@@ -17,6 +17,7 @@ from jaxfl.engine.mesh import Population, data_of, everywhere
 from jaxfl.engine.round import Center, Keys, Records, all_keys, one_round
 from jaxfl.engine.states import States
 from jaxfl.models.frozen import given
+from jaxfl.privacy.audit import first_scores
 from jaxfl.privacy.noise import derive
 from jaxfl.types import Algorithm, Clients, StepNoise, Tree
 
@@ -122,8 +123,10 @@ def first_states(
         return message.update
 
     update_shapes = functools.partial(jax.eval_shape, sent, population.clients)
-    memory = algorithm.mechanism.init(derive(memory_key, _MEMORY), update_shapes, population.number)
-    return Center(server, memory), states_in_rows(states, population)
+    memory_key = derive(memory_key, _MEMORY)
+    memory = algorithm.mechanism.init(memory_key, update_shapes, population.number)
+    scores = () if algorithm.audit is None else first_scores(algorithm.audit, memory_key)
+    return Center(server, memory, scores), states_in_rows(states, population)
 
 
 def states_in_rows(states: Tree, population: Population) -> States:

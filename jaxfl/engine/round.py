@@ -1,7 +1,7 @@
 """One round, for every algorithm and every mechanism.
 
-The mechanism draws a cohort. Each participant runs `client_update`, and the mechanism bounds its
-message and makes its contribution. The mechanism aggregates the sum of the contributions, and
+The mechanism draws a cohort. Each participant runs `client_update`, its update is clipped, and the
+mechanism makes its contribution. The mechanism aggregates the sum of the contributions, and
 `server_update` takes the aggregate. Only this file runs a round.
 
 Keys are derived by round, then by purpose, then by client. A client's randomness therefore depends
@@ -23,18 +23,14 @@ from jaxtyping import Bool, Float, Int, Key
 
 from jaxfl.engine.mesh import Population, by_capacity, data_of
 from jaxfl.engine.states import States
+from jaxfl.privacy.audit import audited_aggregate, draw_canaries
+from jaxfl.privacy.clip import clip
 from jaxfl.privacy.dp_sgd import trainings
 from jaxfl.privacy.mechanisms.gaussian import Cohort, Participant, Total
 from jaxfl.privacy.noise import CLIENT, PRIVATE_STEPS, derive
-from jaxfl.privacy.sums import add, add_up, widen
+from jaxfl.privacy.sums import add, add_up
 from jaxfl.tasks import RESERVED, columns
 from jaxfl.types import Algorithm, Clients, Ledger, Message, StepNoise, Tree
-
-_CHUNKS_PER_SUM = 8
-"""Number of chunks that are added up in single precision, lane by lane, before the exact sum.
-
-`jaxfl.privacy.sums` makes the exact sum.
-"""
 
 
 class Keys(NamedTuple):
@@ -60,6 +56,8 @@ class Center(NamedTuple):
 
     server: Tree
     memory: Tree
+    scores: Tree = ()
+    """Memory of an audit."""
 
 
 class Records(NamedTuple):
@@ -84,7 +82,7 @@ class _Slots(NamedTuple):
     """Position among the participants, which are ordered by index."""
     weights: Float[Array, "S"]
     scale: Float[Array, "S"]
-    """The weight, in the mechanism's unit."""
+    """The weight over the unit of the sums."""
     noise: Float[Array, "S"]
     """Noise that the client adds."""
     example_noise: Float[Array, "S"]
@@ -133,7 +131,12 @@ def draw(
     algorithm: Algorithm, count: int, keys: Keys, index: Int[Array, ""], center: Center
 ) -> Cohort:
     """Draw the cohort of a round from all `count` clients. The keys are those of the run."""
-    return algorithm.mechanism.draw(keys.cohort, center.memory, index, count)
+    mechanism = algorithm.mechanism
+    cohort = mechanism.draw(keys.cohort, center.memory, index, count)
+    if algorithm.audit is None:
+        return cohort
+    canaries = draw_canaries(algorithm.audit, keys.cohort, mechanism.sampling, index, count)
+    return cohort._replace(canaries=canaries)
 
 
 def add_participants(
@@ -197,9 +200,15 @@ def finish_round(
     mechanism = algorithm.mechanism
     numbers = cohort.numbers
     total = add_up(total)
-    aggregate, std, memory = mechanism.aggregate(
-        keys.noise, center.memory, cohort, total.given, mesh
-    )
+    scores = center.scores
+    if algorithm.audit is None:
+        aggregate, std, memory = mechanism.aggregate(
+            keys.noise, center.memory, cohort, total.given, mesh
+        )
+    else:
+        aggregate, std, memory, scores = audited_aggregate(
+            mechanism, keys.noise, center.memory, scores, cohort, total.given, mesh
+        )
     stepped = algorithm.server_update(center.server, aggregate)
     # An update in single precision would widen parameters in half precision.
     server = jax.tree.map(
@@ -222,7 +231,8 @@ def finish_round(
         _example_noise(algorithm),
         cohort.notes,
     )
-    return Center(server, memory), Records(ledger, info, total.nonfinite, _all_finite(server))
+    center = Center(server, memory, scores)
+    return center, Records(ledger, info, total.nonfinite, _all_finite(server))
 
 
 def _example_noise(algorithm: Algorithm) -> Float[Array, "#C"]:
@@ -271,6 +281,7 @@ def _cohort(
     The population's clients are those on the device. The length of the loop follows the number of
     participants.
     """
+    representation = algorithm.mechanism.representation
     count = slots.ids.shape[0]
     most = algorithm.mechanism.sampling.most(population.number)
     chunk = min(chunk, count)
@@ -301,9 +312,8 @@ def _cohort(
     def settle(part: Sums) -> Sums:
         if chunk == 1:
             part = jax.tree.map(lambda leaf: leaf[None], part)
-        if algorithm.mechanism.exact:
-            part = part._replace(given=part.given._replace(update=widen(part.given.update)))
-        return add_up(part)
+        settled = representation.settle(part.given.update)
+        return add_up(part._replace(given=part.given._replace(update=settled)))
 
     lanes = () if chunk == 1 else (chunk,)
     program, (shapes, row, _) = jax.make_jaxpr(client, return_shape=True)(
@@ -320,8 +330,7 @@ def _cohort(
         rows = total.given.rows
         sums = total._replace(given=total.given._replace(rows=()))
 
-    # Whole steps of a grid add up exactly, so that one block is enough.
-    length = max(len(order), 1) if algorithm.mechanism.noise == "grid" else _CHUNKS_PER_SUM
+    length = representation.chunks_per_sum or max(len(order), 1)
 
     def block(b: Int[Array, ""], carry: tuple) -> tuple:
         sums, *others = carry
@@ -345,7 +354,7 @@ def _participant(
 ) -> tuple[Sums, Tree]:
     """Return one client's share of the sums, and its new state. Padding contributes zero."""
     mechanism = algorithm.mechanism
-    server, memory = center
+    server, memory, _ = center
     real = slot < slots.ids.shape[0]
     number = slots.ids[slot]
     weight = jnp.where(real, slots.weights[slot], 0.0)
@@ -367,7 +376,8 @@ def _participant(
         population.capacities, population.clients.train_size[slot], updated
     )
 
-    update, norm, bound = mechanism.bound(memory, message.update)
+    bound = mechanism.update_bound(memory)
+    update, norm = clip(message.update, bound)
     finite_state = _all_finite(new)
     finite = jnp.isfinite(norm)
     # Private steps do not protect a state, so the state must not decide whether an update is sent.
@@ -378,11 +388,14 @@ def _participant(
         lambda leaf: jnp.where(finite, leaf, 0) if _is_float(leaf) else leaf, bounded
     )
     new = jax.tree.map(lambda a, b: jnp.where(finite & finite_state, a, b), new, old)
-    contribution, row = mechanism.contribute(
+    made = mechanism.contribute(
         keys.noise, memory, Participant(number, slots.noise[slot]), sent, norm
     )
-    update = mechanism.in_units(memory, contribution, norm, scale)
-    given = Total(update, variance=(weight * slots.noise[slot]) ** 2, weight=weight, rows=row)
+    update = mechanism.representation.in_units(
+        made.update, made.norm, mechanism.contribution_bound(memory), scale
+    )
+    variance = (weight * slots.noise[slot]) ** 2
+    given = Total(update, variance=variance, weight=weight, rows=made.row)
     info = info | {"update_norm": norm, "clipped": (norm > bound).astype(jnp.float32)}
     info = {
         name: jnp.where(finite & finite_state & real, value, 0.0) for name, value in info.items()

@@ -30,7 +30,6 @@ import dataclasses
 import functools
 import math
 import statistics
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -43,11 +42,11 @@ from jaxtyping import Bool, Float, Int, Key, UInt32
 
 from jaxfl._validate import check_count, checked, traced
 from jaxfl.lazy import dp_accounting
-from jaxfl.privacy.mechanisms.gaussian import Cohort, Mechanism, Participant, Total
+from jaxfl.privacy.mechanisms.gaussian import Cohort, Mechanism, Total
 from jaxfl.privacy.noise import CANARY, derive, single
-from jaxfl.privacy.observers import Observer, View
-from jaxfl.privacy.sums import add, widen
-from jaxfl.types import Ledger, Message, Number, Tree
+from jaxfl.privacy.sampling import Sampling
+from jaxfl.privacy.sums import add
+from jaxfl.types import Tree
 
 _CONFIDENCE = 0.95
 """Confidence of the lower bounds."""
@@ -76,9 +75,8 @@ class Canaries:
 
 
 class Scores(NamedTuple):
-    """Memory of the auditor, in addition to the mechanism's."""
+    """Memory of the auditor."""
 
-    mechanism: Tree
     secret: UInt32[Array, "2"]
     """Seed of the signs."""
     taken: Bool[Array, "k"]
@@ -93,156 +91,128 @@ class Scores(NamedTuple):
     """Score by the final model, after a run whose server state holds one. None before that."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Audited(Mechanism):
-    """Mechanism with canaries in its sums. Clients and their guarantee are unaffected."""
+class Drawn(NamedTuple):
+    """Canaries of a round."""
 
-    mechanism: Mechanism = dataclasses.field(default_factory=Mechanism)
-    canaries: Canaries = Canaries()
-
-    def init(self, key: Key[Array, "*S"], update: Callable[[], Tree], clients: int) -> Scores:
-        """Draw membership and signs."""
-        canary_key = single(derive(key, CANARY))
-        zeros = jnp.zeros(self.canaries.count)
-        sign_key = jax.random.fold_in(canary_key, 0)
-        member_key = jax.random.fold_in(canary_key, 1)
-        return Scores(
-            mechanism=self.mechanism.init(key, update, clients),
-            secret=jax.random.bits(sign_key, (2,), jnp.uint32),
-            taken=jax.random.bernoulli(member_key, 0.5, (self.canaries.count,)),
-            likelihood=zeros,
-            sum=zeros,
-            most=zeros - math.inf,
-        )
-
-    def draw(
-        self, key: Key[Array, "*S"], memory: Scores, index: Int[Array, ""], clients: int
-    ) -> Cohort:
-        """Draw the mechanism's cohort, and the cohort of canaries."""
-        cohort = self.mechanism.draw(key, memory.mechanism, index, clients)
-        canary_key = single(derive(key, index // self.sampling.period, CANARY))
-        beside = self.sampling.beside(canary_key, clients, self.canaries.count, index)
-        return cohort._replace(carried=(cohort.carried, beside))
-
-    def contribution_bound(self, memory: Scores) -> Number:
-        """Return the inner mechanism's bound."""
-        return self.mechanism.contribution_bound(memory.mechanism)
-
-    def bound(self, memory: Scores, update: Tree) -> tuple[Tree, Float[Array, ""], Number]:
-        """Bound the update by the inner mechanism."""
-        return self.mechanism.bound(memory.mechanism, update)
-
-    def contribute(
-        self,
-        key: Key[Array, "*S"],
-        memory: Scores,
-        client: Participant,
-        sent: Message,
-        norm: Float[Array, ""],
-    ) -> tuple[Tree, Tree]:
-        """Return the contribution and the row of the inner mechanism."""
-        return self.mechanism.contribute(key, memory.mechanism, client, sent, norm)
-
-    def unit(self, memory: Scores, numbers: Any) -> Float[Array, ""]:
-        """Return the inner mechanism's unit."""
-        return self.mechanism.unit(memory.mechanism, numbers)
-
-    def in_units(
-        self, memory: Scores, contribution: Tree, norm: Float[Array, ""], scale: Float[Array, ""]
-    ) -> Tree:
-        """Convert the contribution to units by the inner mechanism."""
-        return self.mechanism.in_units(memory.mechanism, contribution, norm, scale)
-
-    def aggregate(
-        self, key: Key[Array, "*S"], memory: Scores, cohort: Cohort, total: Total, mesh: Mesh
-    ) -> tuple[Tree, Float[Array, ""], Tree]:
-        """Add the canaries to the sum, and score them by its aggregate."""
-        carried, (drawn, rate) = cohort.carried
-        cohort = cohort._replace(carried=carried)
-        numbers = cohort.numbers
-        inner = self.mechanism
-        shapes = jax.eval_shape(
-            lambda: inner.aggregate(key, memory.mechanism, cohort, total, mesh)[0]
-        )
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        blank, unravel = ravel_pytree(zeros)
-        size = blank.size
-        weight = jnp.max(numbers.weights)
-        signs = _canary_signs(memory.secret, size)
-        length = inner.bound(memory.mechanism, unravel(blank))[2]
-        present = memory.taken & drawn
-        directions = jnp.zeros(_power_of_two(self.canaries.count))
-        directions = directions.at[: len(present)].set(present.astype(jnp.float32))
-        canary_sum = signs * _repeat(_hadamard(directions), size) * (length * size**-0.5)
-        scale = weight / inner.unit(memory.mechanism, numbers)
-        if self.noise == "grid":
-            # Rounding may lengthen an update, so canaries leave room for it.
-            scale *= jnp.maximum(0.0, 1 - (size**0.5 + 1) / (length * scale))
-        count = jnp.sum(present.astype(jnp.float32))
-        joined = inner.insert(memory.mechanism, unravel(canary_sum), count)
-        joined = jax.tree.map(lambda leaf: leaf * scale, joined)
-        if self.exact:
-            joined = widen(joined)
-        elif self.noise == "grid":
-            joined = jax.tree.map(lambda leaf: jnp.round(leaf).astype(jnp.int32), joined)
-        joined = total._replace(update=add(total.update, joined))
-        released, std, inner_memory = inner.aggregate(key, memory.mechanism, cohort, joined, mesh)
-
-        seen = _fold(signs * ravel_pytree(released)[0], _power_of_two(self.canaries.count))
-        x = _hadamard(seen)[: len(present)] * (
-            inner.divisor(numbers, total.weight) / (length * weight * size**0.5)
-        )
-        z = jnp.maximum(jnp.sqrt(std**2 + total.variance) / weight, 1e-3)
-        likelihood = jnp.logaddexp(jnp.log1p(-rate), jnp.log(rate) + (x - 0.5) / z**2)
-        memory = memory._replace(
-            mechanism=inner_memory,
-            likelihood=memory.likelihood + jnp.where(rate > 0, likelihood, 0.0),
-            sum=memory.sum + x,
-            most=jnp.maximum(memory.most, x),
-        )
-        return released, std, memory
-
-    def planned(self, clients: int, rounds: int) -> Ledger:
-        """Return the inner mechanism's planned ledger."""
-        return self.mechanism.planned(clients, rounds)
-
-    def view(
-        self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False
-    ) -> View:
-        """Return the inner mechanism's view."""
-        return self.mechanism.view(ledger, observer, replaced=replaced, one_round=one_round)
-
-    def describe(self, ledger: Ledger) -> list[str]:
-        """Return the inner mechanism's sentences."""
-        return self.mechanism.describe(ledger)
+    sampled: Bool[Array, "k"]
+    """Whether the sampler draws each canary."""
+    rate: Float[Array, "#k"]
+    """Probability that it does."""
 
 
-@checked()
-def audited(mechanism: Mechanism, canaries: Canaries) -> Audited:
-    """Return the mechanism with canaries in its sums.
-
-    Args:
-        mechanism: Mechanism that clips updates.
-        canaries: Canaries of the audit.
-
-    Raises:
-        ValueError: There is nothing to audit, or the extra `[audit]` is missing.
-    """
+def check_audit(mechanism: Mechanism) -> None:
+    """Require a mechanism that can be audited, and the extra `[audit]`."""
     _auditor()
     if not mechanism.communicates or (not traced(mechanism.clip) and math.isinf(mechanism.clip)):
         raise ValueError(
             f"audit must have a mechanism that clips updates, got mechanism={mechanism!r}. "
             "Give a clip, or leave audit out."
         )
-    if not mechanism.covers_canaries:
+    if mechanism.clients_noisy and not mechanism.fixed_cohort:
         raise ValueError(
             "audit must have cohorts of a fixed size and no filter if clients add the noise, "
             f"got mechanism={mechanism!r}. Canaries add no noise, so a random cohort could fall "
             "short of the noise that accounting assumes. Give a sampler of fixed cohorts, "
             "or leave audit out."
         )
-    shared = {field.name: getattr(mechanism, field.name) for field in dataclasses.fields(Mechanism)}
-    return Audited(**shared, mechanism=mechanism, canaries=canaries)
+
+
+def first_scores(canaries: Canaries, key: Key[Array, "*S"]) -> Scores:
+    """Draw the canaries that are in, and the signs."""
+    canary_key = single(derive(key, CANARY))
+    sign_key = jax.random.fold_in(canary_key, 0)
+    member_key = jax.random.fold_in(canary_key, 1)
+    zeros = jnp.zeros(canaries.count)
+    return Scores(
+        secret=jax.random.bits(sign_key, (2,), jnp.uint32),
+        taken=jax.random.bernoulli(member_key, 0.5, (canaries.count,)),
+        likelihood=zeros,
+        sum=zeros,
+        most=zeros - math.inf,
+    )
+
+
+def draw_canaries(
+    canaries: Canaries,
+    key: Key[Array, "*S"],
+    sampling: Sampling,
+    index: Int[Array, ""],
+    clients: int,
+) -> Drawn:
+    """Draw the canaries of a round, as the sampler draws clients.
+
+    Args:
+        canaries: Canaries of the audit.
+        key: Key of the run's cohorts.
+        sampling: Sampler of the mechanism.
+        index: Index of the round.
+        clients: Number of clients.
+    """
+    canary_key = single(derive(key, index // sampling.period, CANARY))
+    return Drawn(*sampling.beside(canary_key, clients, canaries.count, index))
+
+
+def audited_aggregate(
+    mechanism: Mechanism,
+    key: Key[Array, "*S"],
+    memory: Tree,
+    scores: Scores,
+    cohort: Cohort,
+    total: Total,
+    mesh: Mesh,
+) -> tuple[Tree, Float[Array, ""], Tree, Scores]:
+    """Add the canaries to the sum, and score them by the mechanism's aggregate.
+
+    Args:
+        mechanism: Mechanism of the clients, whose guarantee is unaffected.
+        key: Key of the round's noise.
+        memory: Memory of the mechanism.
+        scores: Memory of the auditor.
+        cohort: Participants and canaries of the round, and its numbers.
+        total: Sum of all that the participants send.
+        mesh: Mesh of devices, on which noise is drawn.
+
+    Returns:
+        The results of `Mechanism.aggregate`, and the next memory of the auditor.
+    """
+    numbers = cohort.numbers
+    drawn = cohort.canaries
+    shapes = jax.eval_shape(lambda: mechanism.aggregate(key, memory, cohort, total, mesh)[0])
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    blank, unravel = ravel_pytree(zeros)
+    size = blank.size
+    weight = jnp.max(numbers.weights)
+    signs = _canary_signs(scores.secret, size)
+    length = mechanism.update_bound(memory)
+    present = scores.taken & drawn.sampled
+    rows = _power_of_two(len(present))
+    directions = jnp.zeros(rows).at[: len(present)].set(present.astype(jnp.float32))
+    canary_sum = signs * _repeat(_hadamard(directions), size) * (length * size**-0.5)
+    scale = weight / mechanism.unit(memory, numbers)
+    if mechanism.noise == "grid":
+        # Rounding may lengthen an update, so canaries leave room for it.
+        scale *= jnp.maximum(0.0, 1 - (size**0.5 + 1) / (length * scale))
+    count = jnp.sum(present.astype(jnp.float32))
+    contribution = mechanism.insert(memory, unravel(canary_sum), count)
+    scaled = jax.tree.map(lambda leaf: leaf * scale, contribution)
+    joined = add(total.update, mechanism.representation.encode(scaled))
+    released, std, memory = mechanism.aggregate(
+        key, memory, cohort, total._replace(update=joined), mesh
+    )
+
+    seen = _fold(signs * ravel_pytree(released)[0], rows)
+    x = _hadamard(seen)[: len(present)] * (
+        mechanism.divisor(numbers, total.weight) / (length * weight * size**0.5)
+    )
+    z = jnp.maximum(jnp.sqrt(std**2 + total.variance) / weight, 1e-3)
+    rate = drawn.rate
+    likelihood = jnp.logaddexp(jnp.log1p(-rate), jnp.log(rate) + (x - 0.5) / z**2)
+    scores = scores._replace(
+        likelihood=scores.likelihood + jnp.where(rate > 0, likelihood, 0.0),
+        sum=scores.sum + x,
+        most=jnp.maximum(scores.most, x),
+    )
+    return released, std, memory, scores
 
 
 def audit_report(scores: Scores, delta: float) -> dict[str, Any]:
@@ -318,11 +288,6 @@ def _of_gaussian(distance: float, delta: float) -> float:
     if distance > 0:
         return float(dp_accounting.get_epsilon_gaussian(1 / distance, delta))
     return 0.0
-
-
-def unaudited(memory: Tree) -> Tree:
-    """Return the inner mechanism's memory."""
-    return memory.mechanism if isinstance(memory, Scores) else memory
 
 
 def told(scores: Scores) -> dict[str, np.ndarray]:

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int, Key
 from jaxfl._validate import checked
 from jaxfl.data.clients import shard
 from jaxfl.engine.mesh import by_capacity, capacities_of, data_of
+from jaxfl.privacy.clip import clip
 from jaxfl.privacy.mechanisms.gaussian import Participant
 from jaxfl.privacy.noise import CLIENT, PRIVATE_STEPS, derive
 from jaxfl.run.check import check_clients, check_one_key
@@ -110,7 +111,7 @@ def membership(
                 f"of must be 'personal' for {algorithm.name!r}, which sends no update of all "
                 f"parameters, got {of!r}. Give of='personal'."
             )
-        bounded = mechanism.bound(memory, message.update)[0]
+        bounded, _ = clip(message.update, mechanism.update_bound(memory))
         noise_std = jnp.asarray(mechanism.client_noise_table, jnp.float32)[-1]
         sender = Participant(index, own(noise_std))
         return optax.tree.add(broadcast, mechanism.add_client_noise(key, memory, sender, bounded))

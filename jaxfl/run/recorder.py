@@ -69,7 +69,7 @@ class Journal:
     """Records of a run, which `finish` turns into a privacy statement and reports.
 
     Args:
-        algorithm: Algorithm of the run, without canaries.
+        algorithm: Algorithm of the run.
         clients: The run's C clients.
         plan: Plan of the run.
         record: Shapes of the records of one round.
@@ -196,14 +196,14 @@ class Journal:
         self.metrics = [self._row(i) for i in range(len(past))]
         self.written = 0
 
-    def finish(self, done: int, memory: Tree) -> Result:
+    def finish(self, done: int, canaries: Scores | None = None) -> Result:
         """Account for the finished rounds, write the reports, and return the result.
 
         Server and states are missing in this result.
 
         Args:
             done: Number of finished rounds.
-            memory: Memory of the mechanism. An audit keeps the canaries' scores in it.
+            canaries: Scores of the canaries of an audit.
         """
         ledger = jax.tree.map(lambda leaf: leaf[:done], self.recorded.records.ledger)
         # The last evaluation up to `done` may have failed, so the plan does not give their number.
@@ -221,7 +221,8 @@ class Journal:
             statement = privacy_statement(accounted, mechanism, self.number, **self.facts)
         if self.public and statement:
             statement = without_clients(statement)
-        canaries = memory if done and isinstance(memory, Scores) else None
+        if not done:
+            canaries = None
         if canaries is not None:
             statement = with_audit(statement, audit_report(canaries, statement["delta"]))
         if self.folder is not None:

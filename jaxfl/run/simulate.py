@@ -35,7 +35,7 @@ from jaxfl.engine.program import Points, over_points
 from jaxfl.engine.resident import Resident
 from jaxfl.engine.round import Center, Records
 from jaxfl.engine.streamed import Stream
-from jaxfl.privacy.audit import Canaries, Scores, audited, model_in, unaudited, with_final
+from jaxfl.privacy.audit import Canaries, Scores, check_audit, model_in, with_final
 from jaxfl.run import fingerprint, report, signals
 from jaxfl.run.check import (
     check_algorithm,
@@ -353,14 +353,12 @@ def _with_canaries(
     algorithms: list[Algorithm], points: Points | None, canaries: Canaries
 ) -> tuple[list[Algorithm], Points | None]:
     """Return the methods, and the points that build them, with canaries."""
-
-    def watched(algorithm: Algorithm) -> Algorithm:
-        return algorithm._replace(mechanism=audited(algorithm.mechanism, canaries))
-
+    for algorithm in algorithms:
+        check_audit(algorithm.mechanism)
     if points is not None:
         build = points.build
-        points = points._replace(build=lambda **values: watched(build(**values)))
-    return [watched(algorithm) for algorithm in algorithms], points
+        points = points._replace(build=lambda **values: build(**values)._replace(audit=canaries))
+    return [algorithm._replace(audit=canaries) for algorithm in algorithms], points
 
 
 class _Run:
@@ -406,7 +404,6 @@ class _Run:
             if settings.resume == "never":
                 lock.take(shared=False)
                 report.clear(folder, points is not None)
-        without_canaries = algorithms
         if settings.audit is not None:
             algorithms, points = _with_canaries(algorithms, points, settings.audit)
             self.points = points
@@ -435,7 +432,7 @@ class _Run:
         record = self.runner.record()
         self.journals = [
             Journal(algorithm, clients, plan, record, path if writes else None, **options)
-            for algorithm, path in zip(without_canaries, folders, strict=True)
+            for algorithm, path in zip(algorithms, folders, strict=True)
         ]
         self.first = self._models() if settings.audit is not None else []
         self.done = 0
@@ -489,15 +486,15 @@ class _Run:
                 error.add_note(note)
             raise
         finally:
-            pairs = zip(self.journals, self._memories())
-            results = [journal.finish(self.done, memory) for journal, memory in pairs]
+            pairs = zip(self.journals, self._canary_scores())
+            results = [journal.finish(self.done, scores) for journal, scores in pairs]
             self.watch.end([journal.recorded.records for journal in self.journals])
         centers = self._centers()
         states = self._split(self.runner.all_states()) if self.keeps else [()] * len(results)
         return [
             result._replace(
                 server=center.server,
-                memory=unaudited(center.memory),
+                memory=center.memory,
                 states=rows,
                 restored=self.restored,
             )
@@ -512,16 +509,16 @@ class _Run:
         # The host splits the arrays, because a device takes a millisecond for each point.
         return everywhere(self.runner.population.mesh, self._split(jax.device_get(center)))
 
-    def _memories(self) -> list[Tree]:
+    def _canary_scores(self) -> list[Scores | None]:
         """Return each run's canary scores, on the host.
 
-        The trees are empty without an audit, and if an error has deleted the scores.
+        They are None without an audit, and if an error has deleted the scores.
         """
         center = self.runner.center
-        audited_run = isinstance(center.memory, Scores)
-        if not audited_run or any(leaf.is_deleted() for leaf in jax.tree.leaves(center)):
-            return self._split(())
-        scores = self._split(jax.device_get(center.memory))
+        audited = self.journals[0].algorithm.audit is not None
+        if not audited or any(leaf.is_deleted() for leaf in jax.tree.leaves(center)):
+            return [None] * len(self.journals)
+        scores = self._split(jax.device_get(center.scores))
         return [with_final(*own) for own in zip(scores, self.first, self._models(), strict=True)]
 
     def _models(self) -> list[np.ndarray | None]:
@@ -747,7 +744,10 @@ class _Run:
         facts |= {f"values.{name}": column.tolist() for name, column in values.items()}
         for p, algorithm in enumerate(algorithms):
             prefix = f"point.{p}." if self.points else ""
-            for part in ("mechanism", "dp_sgd"):
+            parts = ["mechanism", "dp_sgd"]
+            if algorithm.audit is not None:
+                parts.append("audit")
+            for part in parts:
                 facts |= fingerprint.of_value(f"{prefix}{part}", getattr(algorithm, part))
             facts |= fingerprint.of_terms(f"{prefix}terms", algorithm.terms)
         facts |= fingerprint.of_versions(population.mesh) | fingerprint.of_key(key)

@@ -36,7 +36,6 @@ from jaxfl.privacy import (
     privacy_statement,
 )
 from jaxfl.privacy.audit import (
-    Audited,
     Scores,
     _canary_signs,
     _distances,
@@ -45,7 +44,7 @@ from jaxfl.privacy.audit import (
     _power_of_two,
     _repeat,
     audit_report,
-    audited,
+    check_audit,
     model_in,
     with_final,
 )
@@ -59,8 +58,8 @@ RUN = {"rounds": 2, "eval_every": 2, "progress": False, "audit": Canaries(60)}
 def scores_of(mechanism, canaries=1000, rounds=1, size=20_000, update=None):
     """After some rounds in which clients send zeros; also what was released, round by round."""
     update = jnp.zeros(size) if update is None else update
-    base = fedavg(MODEL, mechanism=audited(mechanism, Canaries(canaries)))
-    algorithm = base._replace(
+    algorithm = fedavg(MODEL, mechanism=mechanism)._replace(
+        audit=Canaries(canaries),
         init=lambda key, number: (jnp.zeros((rounds, size)), ()),
         client_update=lambda key, server, client, data: (Message(update), client, {}),
         server_update=lambda server, aggregate: jnp.concatenate([server[1:], aggregate[None]]),
@@ -68,7 +67,7 @@ def scores_of(mechanism, canaries=1000, rounds=1, size=20_000, update=None):
     population = place(small_clients(), jax.devices()[:1])
     step = compile_rounds(algorithm, population, chunk=1, segment=rounds)
     center = step(KEY, 0, rounds, *initialize(KEY, KEY, algorithm, population))[0]
-    return jax.device_get((center.memory, center.server))
+    return jax.device_get((center.scores, center.server))
 
 
 def directions(scores, count, size):
@@ -273,7 +272,7 @@ def test_the_model_is_the_first_part_with_the_shapes_of_an_update():
     np.testing.assert_array_equal(model_in((jnp.ones(()), [first, last]), update), [0, 1, 2, 1, 1])
     assert model_in({"c": jnp.zeros(3), "b": jnp.zeros(2)}, update) is None
     scores = Scores(
-        (), jnp.zeros(2, jnp.uint32), jnp.arange(5) < 2, jnp.zeros(5), jnp.zeros(5), jnp.zeros(5)
+        jnp.zeros(2, jnp.uint32), jnp.arange(5) < 2, jnp.zeros(5), jnp.zeros(5), jnp.zeros(5)
     )
     assert with_final(scores, None, None).final is None
 
@@ -318,8 +317,7 @@ def test_what_cannot_be_audited_is_refused(mechanism, message):
 def test_without_the_extra_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax_privacy", None)
     with pytest.raises(ValueError, match=r"pip install 'jaxfl\[audit\]'"):
-        audited(Mechanism(clip=1.0, noise_multiplier=1.0), Canaries(20))
-    assert dataclasses.fields(Audited)
+        check_audit(Mechanism(clip=1.0, noise_multiplier=1.0))
 
 
 @pytest.mark.parametrize(
@@ -331,5 +329,5 @@ def test_without_the_extra_the_remedy_is_named(monkeypatch):
 )
 def test_canaries_need_the_noise_that_clients_count_on(mechanism):
     with pytest.raises(ValueError, match="Canaries add no noise"):
-        audited(mechanism, Canaries(20))
-    assert audited(Mechanism(clip=1.0, client_noise=2.0), Canaries(20)).clients_noisy
+        check_audit(mechanism)
+    check_audit(Mechanism(clip=1.0, client_noise=2.0))

@@ -11,8 +11,14 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Int, Key
 
 from jaxfl._validate import at_least_0, check_fraction, checked, show, traced
-from jaxfl.privacy.clip import clip
-from jaxfl.privacy.mechanisms.gaussian import FIELDS, Cohort, Mechanism, Participant, Total
+from jaxfl.privacy.mechanisms.gaussian import (
+    FIELDS,
+    Cohort,
+    Contribution,
+    Mechanism,
+    Participant,
+    Total,
+)
 from jaxfl.types import Ledger, Message, Number, Tree
 
 
@@ -90,14 +96,13 @@ class AdaptiveClip(Mechanism):
         """Draw the cohort, and note the bound."""
         return super().draw(key, memory, index, clients)._replace(notes={"clip": memory.clip})
 
+    def update_bound(self, memory: ClipState) -> Float[Array, ""]:
+        """Return the bound of this round."""
+        return memory.clip
+
     def contribution_bound(self, memory: ClipState) -> Float[Array, ""]:
         """Return the joint bound of update and bit."""
         return memory.clip * jnp.sqrt(1 + memory.scale**2 / 4)
-
-    def bound(self, memory: ClipState, update: Tree) -> tuple[Tree, Float[Array, ""], Number]:
-        """Return the update within this round's bound."""
-        bounded, norm = clip(update, memory.clip)
-        return bounded, norm, memory.clip
 
     def contribute(
         self,
@@ -106,23 +111,16 @@ class AdaptiveClip(Mechanism):
         client: Participant,
         sent: Message,
         norm: Float[Array, ""],
-    ) -> tuple[Tree, Tree]:
-        """Return the contribution with the bit."""
+    ) -> Contribution:
+        """Return the contribution with the bit, and the norm of update and bit together."""
         bit = memory.scale * memory.clip * ((norm <= memory.clip) - jnp.float32(0.5))
         sent = sent._replace(update={"update": sent.update, "bit": bit})
-        return super().contribute(key, memory, client, sent, norm)
+        joint = jnp.hypot(jnp.minimum(norm, memory.clip), 0.5 * memory.scale * memory.clip)
+        return super().contribute(key, memory, client, sent, joint)
 
     def insert(self, memory: ClipState, update: Tree, count: Float[Array, ""]) -> Tree:
         """Return the canaries' contribution. Their norms meet the bound."""
         return {"update": update, "bit": count * memory.scale * memory.clip * 0.5}
-
-    def in_units(
-        self, memory: ClipState, contribution: Tree, norm: Float[Array, ""], scale: Float[Array, ""]
-    ) -> Tree:
-        """Return a contribution times `scale`, by the norm of update and bit together."""
-        bit = 0.5 * memory.scale * memory.clip
-        joint = jnp.hypot(jnp.minimum(norm, memory.clip), bit)
-        return super().in_units(memory, contribution, joint, scale)
 
     def aggregate(
         self, key: Key[Array, "*S"], memory: ClipState, cohort: Cohort, total: Total, mesh: Mesh

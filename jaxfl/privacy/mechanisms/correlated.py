@@ -39,7 +39,7 @@ from jaxfl.privacy.mechanisms.gaussian import FIELDS, Mechanism
 from jaxfl.privacy.noise import add_gaussian
 from jaxfl.privacy.observers import ROUNDING, Observer, View, one_gaussian
 from jaxfl.privacy.sampling import Turns
-from jaxfl.privacy.sums import add, narrow, widen
+from jaxfl.privacy.sums import add, narrow
 from jaxfl.types import Ledger, Tree
 
 MOST_ROUNDS = 10**7
@@ -125,7 +125,7 @@ class CorrelatedNoise(Mechanism):
         fresh = add_gaussian(key, zero, jnp.ones(()))
         noise, memory = self.correlate(memory, fresh)
         scaled = jax.tree.map(lambda leaf: leaf * std, noise)
-        return add(update, widen(scaled)), memory
+        return add(update, self.representation.encode(scaled)), memory
 
     def view(
         self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False

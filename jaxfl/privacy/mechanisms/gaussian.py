@@ -1,14 +1,17 @@
 """The mechanism: how updates are bounded, noised and averaged, and what that guarantees.
 
-`Mechanism` is the Gaussian mechanism, and its methods are the hooks that the engine calls. Another
-mechanism is a subclass in a file of its own that replaces some of them. In a round,
+`Mechanism` is the Gaussian mechanism. Another mechanism is a subclass in a file of its own that
+replaces some of five hooks:
 
-    memory -> draw -> for each participant: bound, contribute -> sum -> aggregate -> aggregate,
-    memory
+- `init` returns the memory before the first round.
+- `draw` draws the participants of a round.
+- `contribute` returns what a participant adds to the sum. The engine has bounded its update.
+- `aggregate` returns the noisy mean, and the memory of the next round.
+- `view` returns what an observer of the ledger learns, next to the code of the noise that it
+  accounts for.
 
-where the memory is the mechanism's state. The engine carries it with the server's state through
-both stores, sweeps, checkpoints and several processes. `view` says what an observer of the ledger
-learns, next to the code of the noise that it accounts for.
+The engine carries the memory with the server's state through both stores, sweeps, checkpoints and
+several processes.
 """
 
 import dataclasses
@@ -34,23 +37,12 @@ from jaxfl._validate import (
     traced,
     up_to_infinity,
 )
-from jaxfl.privacy.clip import clip, round_within
-from jaxfl.privacy.noise import (
-    CLIENT_NOISE,
-    SAMPLE,
-    SERVER_NOISE,
-    STEPS,
-    add_gaussian,
-    add_grid_noise,
-    derive,
-)
+from jaxfl.privacy.noise import CLIENT_NOISE, SAMPLE, SERVER_NOISE, add_gaussian, derive
 from jaxfl.privacy.observers import Observer, View, brought, one_gaussian, sum_noise, upload_view
-from jaxfl.privacy.sampling import FixedSize, Full, MinSeparation, Sampling
-from jaxfl.privacy.sums import add, narrow, widen
+from jaxfl.privacy.representation import Floats, Grid, Integers
+from jaxfl.privacy.sampling import Full, Sampling
+from jaxfl.privacy.sums import narrow
 from jaxfl.types import Ledger, Message, Number, Tree
-
-_LEAST_ON_GRID = 0.01
-"""Smallest noise multiplier on a grid. Sums of finer steps wrap."""
 
 _MOST_NOISE = 1e8
 """Largest noise multiplier. More noise would exceed the 64 bits of a sum."""
@@ -83,8 +75,8 @@ class Cohort(NamedTuple):
     sampled: Bool[Array, "C"]
     numbers: RoundNumbers
     notes: dict[str, Float[Array, ""]] = {}  # noqa: RUF012 (never written to)
-    carried: Tree = ()
-    """Values that the mechanism's `draw` passes to its `aggregate`."""
+    canaries: Any = None
+    """Canaries of an audit that are drawn too (`jaxfl.privacy.audit.Drawn`)."""
 
 
 class Participant(NamedTuple):
@@ -96,11 +88,22 @@ class Participant(NamedTuple):
     """Std of its noise over C."""
 
 
+class Contribution(NamedTuple):
+    """What a participant adds to the sum, and what it hands in separately."""
+
+    update: Tree
+    """Arrays that are weighted and added up, with the client's noise."""
+    norm: Float[Array, ""]
+    """Norm of `update` before noise, or a bound on it."""
+    row: Tree = ()
+    """Arrays that reach `aggregate` as they are, one row for each participant."""
+
+
 class Total(NamedTuple):
     """Sum of all that the participants of a round send."""
 
     update: Tree
-    """Sum of weighted contributions in units of `Mechanism.unit`, in integers under noise."""
+    """Sum of weighted contributions, in the numbers of `Mechanism.representation`."""
     variance: Float[Array, ""]
     """Variance of the clients' noise on the sum, over C^2."""
     weight: Float[Array, ""]
@@ -220,15 +223,14 @@ class Mechanism:
         sampled = self.sampling.sample(cohort_key, clients, index)
         return Cohort(sampled, round_numbers(self, clients, index))
 
-    def contribution_bound(self, memory: Tree) -> Number:
-        """Return C, the L2 bound on one client's contribution. Noise and sums are in its units."""
+    def update_bound(self, memory: Tree) -> Number:
+        """Return the L2 bound to which the engine clips a client's update."""
         del memory
         return self.clip
 
-    def bound(self, memory: Tree, update: Tree) -> tuple[Tree, Float[Array, ""], Number]:
-        """Return a client's bounded update, its norm before, and the bound."""
-        bounded, norm = clip(update, self.contribution_bound(memory))
-        return bounded, norm, self.contribution_bound(memory)
+    def contribution_bound(self, memory: Tree) -> Number:
+        """Return C, the L2 bound on one client's contribution. Noise and sums are in its units."""
+        return self.update_bound(memory)
 
     def contribute(
         self,
@@ -237,8 +239,8 @@ class Mechanism:
         client: Participant,
         sent: Message,
         norm: Float[Array, ""],
-    ) -> tuple[Tree, Tree]:
-        """Return a client's contribution to the sum, of norm at most C, and its row.
+    ) -> Contribution:
+        """Return a client's contribution to the sum, of norm at most C before noise.
 
         Args:
             key: Key of the round's noise, from which a client's key is derived by purpose and
@@ -248,14 +250,14 @@ class Mechanism:
             sent: Bounded message of the client, with zeros if it was not finite.
             norm: Norm of the client's update before bounding.
         """
-        del norm
         if sent.extra is not None:
             raise ValueError(
                 f"message.extra must be None for {type(self).__name__}, which takes an update "
                 f"alone, got {type(sent.extra).__name__}. "
                 "Give the algorithm a mechanism that reads it, or leave it out."
             )
-        return self.add_client_noise(key, memory, client, sent.update), ()
+        update = self.add_client_noise(key, memory, client, sent.update)
+        return Contribution(update, jnp.minimum(norm, self.contribution_bound(memory)))
 
     def insert(self, memory: Tree, update: Tree, count: Float[Array, ""]) -> Tree:
         """Return the contribution of `count` canaries to the sum.
@@ -316,8 +318,6 @@ class Mechanism:
     ) -> tuple[Tree, Tree]:
         """Return the update with the server's noise, and the next memory.
 
-        The sum is exact up to draws in single precision.
-
         Args:
             key: Key of the noise.
             memory: Memory of the mechanism.
@@ -325,10 +325,7 @@ class Mechanism:
             std: Std of the noise, in the unit of the sum.
             mesh: Mesh of devices, on which noise is drawn.
         """
-        if self.noise == "grid":
-            return add_grid_noise(key, update, mesh), memory
-        zero = jax.tree.map(jnp.zeros_like, narrow(update))
-        return add(update, widen(add_gaussian(key, zero, std))), memory
+        return self.representation.add_noise(key, update, std, mesh), memory
 
     def view(
         self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False
@@ -374,35 +371,19 @@ class Mechanism:
         del ledger
         return []
 
-    def unit(self, memory: Tree, numbers: RoundNumbers) -> Float[Array, ""]:
-        """Return the unit of the sums.
-
-        It is a step of the grid, or 2^-30 of the bound with other noise, or 1 without noise.
-        """
-        if not self.noisy:
-            return jnp.ones(())
-        bound = self.contribution_bound(memory) * jnp.max(numbers.weights)
-        if self.noise == "grid":
-            return bound * (numbers.noise_multiplier / STEPS)
-        return bound * 2.0**-30
-
-    def in_units(
-        self, memory: Tree, contribution: Tree, norm: Float[Array, ""], scale: Float[Array, ""]
-    ) -> Tree:
-        """Return a contribution times `scale`.
-
-        On a grid it is in whole steps within the bound.
-        """
-        if self.noise == "float":
-            return jax.tree.map(lambda leaf: leaf * scale, contribution)
-        self._check_resolution(sum(leaf.size for leaf in jax.tree.leaves(contribution)))
-        bound = self.contribution_bound(memory)
-        return round_within(contribution, jnp.minimum(norm, bound), scale, bound * scale)
-
     @property
-    def exact(self) -> bool:
-        """Whether sums are 64-bit integers. Sums on a grid are integers already."""
-        return self.noisy and self.noise == "float"
+    def representation(self) -> Floats:
+        """Numbers in which the sums are made."""
+        if not self.noisy:
+            return Floats()
+        if self.noise == "grid":
+            return Grid(self.noise_multiplier)
+        return Integers()
+
+    def unit(self, memory: Tree, numbers: RoundNumbers) -> Float[Array, ""]:
+        """Return the unit of a round's sums."""
+        largest = self.contribution_bound(memory) * jnp.max(numbers.weights)
+        return self.representation.unit(largest, numbers.noise_multiplier)
 
     def _check_single_precision(self) -> None:
         """Reject values that vanish or overflow in squares and products."""
@@ -427,27 +408,7 @@ class Mechanism:
                 f"no rounded Gaussian, got {self.client_noise!r}. "
                 "Let the server add all noise, or give noise='float'."
             )
-        least = self.noise_multiplier
-        if not traced(least) and np.min(np.asarray(least, np.float64)) < _LEAST_ON_GRID:
-            raise ValueError(
-                f"noise_multiplier must be at least {_LEAST_ON_GRID} in every round with "
-                "noise='grid', because a step follows from the noise and sums of finer steps wrap, "
-                f"got {least!r}. Give more noise, or noise='float'."
-            )
-
-    def _check_resolution(self, coordinates: int) -> None:
-        """Require a grid that is finer than most updates of so many coordinates."""
-        # Whatever the resolution, the norm is bounded.
-        if traced(self.noise_multiplier):
-            return
-        most = STEPS * math.sqrt(3 / coordinates)
-        if np.max(self.noise_multiplier_table) > most:
-            raise ValueError(
-                f"noise_multiplier must be at most {most:.4g} with noise='grid' and {coordinates} "
-                "coordinates, because a step is else longer than most coordinates of an update, "
-                f"got {self.noise_multiplier!r}. "
-                "Give less noise, a smaller network, or noise='float'."
-            )
+        Grid(self.noise_multiplier)
 
     @property
     def noisy(self) -> bool:
@@ -460,9 +421,9 @@ class Mechanism:
         return traced(self.noise_multiplier) or bool(np.any(np.asarray(self.noise_multiplier)))
 
     @property
-    def covers_canaries(self) -> bool:
-        """Whether canaries, which add no noise, still get the full noise of a cohort."""
-        return not self.clients_noisy or isinstance(self.sampling, Full | FixedSize | MinSeparation)
+    def fixed_cohort(self) -> bool:
+        """Whether every round has as many participants as any other."""
+        return self.sampling.fixed
 
     @property
     def clients_noisy(self) -> bool:

@@ -15,6 +15,7 @@ from jaxfl._validate import at_least_0, check_positive, checked, up_to_infinity
 from jaxfl.privacy.mechanisms.gaussian import (
     FIELDS,
     Cohort,
+    Contribution,
     Mechanism,
     Participant,
     Total,
@@ -113,9 +114,9 @@ class PrivacyFilter(Mechanism):
             )
 
     @property
-    def covers_canaries(self) -> bool:
-        """Whether canaries still get a cohort's full noise: not if the filter stops clients."""
-        return super().covers_canaries and not self.least_total
+    def fixed_cohort(self) -> bool:
+        """Whether every round has as many participants. A filter that stops clients varies them."""
+        return super().fixed_cohort and not self.least_total
 
     def init(self, key: Key[Array, "*S"], update: Callable[[], Tree], clients: int) -> Accounts:
         """Return accounts with nothing released and nothing spent."""
@@ -149,7 +150,7 @@ class PrivacyFilter(Mechanism):
         client: Participant,
         sent: Message,
         norm: Float[Array, ""],
-    ) -> tuple[Tree, Tree]:
+    ) -> Contribution:
         """Return the noised update, and the released number."""
         number = sent.extra
         release = self.release
@@ -158,9 +159,9 @@ class PrivacyFilter(Mechanism):
                 "message.extra must be a number if there is a release, and None if there is none, "
                 f"got {number!r} with release={release!r}. Send a number exactly if it is released."
             )
-        update, _ = super().contribute(key, memory, client, sent._replace(extra=None), norm)
+        made = super().contribute(key, memory, client, sent._replace(extra=None), norm)
         if release is None:
-            return update, ()
+            return made
         # A dropped update releases the least number, which hides that it was dropped.
         number = jnp.where(jnp.isfinite(number), number, release.low)
         number = jnp.clip(number, release.low, release.high)
@@ -168,7 +169,7 @@ class PrivacyFilter(Mechanism):
             std = jnp.float32(release.noise * (release.high - release.low))
             noisy = add_gaussian(derive(key, RELEASE, client.number), number, std)
             number = jnp.clip(noisy, release.low, release.high)
-        return update, number
+        return made._replace(row=number)
 
     def aggregate(
         self, key: Key[Array, "*S"], memory: Accounts, cohort: Cohort, total: Total, mesh: Mesh

@@ -7,7 +7,7 @@ from jaxtyping import Float, Key
 
 from jaxfl._validate import checked
 from jaxfl.local.masks import keep
-from jaxfl.privacy.mechanisms.gaussian import FIELDS, Mechanism, Participant
+from jaxfl.privacy.mechanisms.gaussian import FIELDS, Contribution, Mechanism, Participant
 from jaxfl.privacy.observers import Observer, View, one_gaussian
 from jaxfl.types import Ledger, Message, Tree
 
@@ -37,16 +37,15 @@ class PrivateMask(Mechanism):
         client: Participant,
         sent: Message,
         norm: Float[Array, ""],
-    ) -> tuple[Tree, Tree]:
+    ) -> Contribution:
         """Return the noised update on the mask."""
-        del norm
         if sent.extra is None:
             raise ValueError(
                 "message.extra must be a private mask, got None. "
                 "Send one, or give another mechanism."
             )
         noisy = self.add_client_noise(key, memory, client, sent.update)
-        return keep(sent.extra, noisy), ()
+        return Contribution(keep(sent.extra, noisy), norm)
 
     def view(
         self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False

@@ -10,7 +10,14 @@ from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int, Key
 
 from jaxfl._validate import at_least_0, check_count, checked, count_from_0
-from jaxfl.privacy.mechanisms.gaussian import FIELDS, Cohort, Mechanism, Participant, Total
+from jaxfl.privacy.mechanisms.gaussian import (
+    FIELDS,
+    Cohort,
+    Contribution,
+    Mechanism,
+    Participant,
+    Total,
+)
 from jaxfl.privacy.observers import Observer, View, one_gaussian
 from jaxfl.types import Ledger, Message, Tree
 
@@ -56,10 +63,10 @@ class Robust(Mechanism):
         client: Participant,
         sent: Message,
         norm: Float[Array, ""],
-    ) -> tuple[Tree, Tree]:
+    ) -> Contribution:
         """Return a row, and nothing for the sum."""
-        update, _ = super().contribute(key, memory, client, sent, norm)
-        return (), update
+        made = super().contribute(key, memory, client, sent, norm)
+        return Contribution((), jnp.zeros(()), row=made.update)
 
     def aggregate(
         self, key: Key[Array, "*S"], memory: Tree, cohort: Cohort, total: Total, mesh: Mesh

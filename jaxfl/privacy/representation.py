@@ -1,0 +1,159 @@
+"""Numbers in which a round's sums are made: floats, 64-bit integers, or whole steps of a grid.
+
+The engine converts each contribution by `in_units`, adds up a few of them, and converts that sum by
+`settle` before it adds it to the others. `encode` converts what the server adds: noise, or the
+canaries of an audit.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+from jaxtyping import Float, Key
+
+from jaxfl._validate import traced
+from jaxfl.privacy.clip import round_within
+from jaxfl.privacy.noise import STEPS, add_gaussian, add_grid_noise
+from jaxfl.privacy.sums import add, narrow, widen
+from jaxfl.types import Number, Tree
+
+_LEAST_ON_GRID = 0.01
+"""Smallest noise multiplier on a grid. Sums of finer steps wrap."""
+
+
+class Floats:
+    """Single precision in units of 1, for sums without noise."""
+
+    chunks_per_sum: int | None = 8
+    """Number of chunks that are added up, lane by lane, before `settle`. None adds up all."""
+
+    def unit(self, largest: Float[Array, ""], level: Float[Array, ""]) -> Float[Array, ""]:
+        """Return the unit of the sums.
+
+        Args:
+            largest: C max w, the largest norm that a weighted contribution may have.
+            level: z, the noise multiplier of the round.
+        """
+        del largest, level
+        return jnp.ones(())
+
+    def in_units(
+        self, contribution: Tree, norm: Float[Array, ""], bound: Number, scale: Float[Array, ""]
+    ) -> Tree:
+        """Return a contribution times `scale`.
+
+        Args:
+            contribution: Arrays in single precision.
+            norm: Norm of the contribution before noise, at most `bound`.
+            bound: C, the bound on the norm of a contribution.
+            scale: Weight of the client over the unit.
+        """
+        del norm, bound
+        return jax.tree.map(lambda leaf: leaf * scale, contribution)
+
+    def settle(self, part: Tree) -> Tree:
+        """Return the sum of a few contributions in the numbers that add up to the whole sum."""
+        return self.encode(part)
+
+    def encode(self, values: Tree) -> Tree:
+        """Return floats in units as numbers of the sums."""
+        return values
+
+    def add_noise(
+        self, key: Key[Array, "*S"], total: Tree, std: Float[Array, ""], mesh: Mesh
+    ) -> Tree:
+        """Return a sum with independent Gaussian noise on every coordinate.
+
+        Args:
+            key: Key of the noise.
+            total: Sum of contributions.
+            std: Standard deviation of the noise, in units.
+            mesh: Mesh of devices, on which noise is drawn.
+        """
+        del mesh
+        zero = jax.tree.map(jnp.zeros_like, narrow(total))
+        return add(total, self.encode(add_gaussian(key, zero, std)))
+
+
+class Integers(Floats):
+    """64-bit integers in units of 2^-30 C max w, for noise in single precision.
+
+    `jaxfl.privacy.sums` bounds how far one client moves such a sum.
+    """
+
+    def unit(self, largest: Float[Array, ""], level: Float[Array, ""]) -> Float[Array, ""]:
+        """Return 2^-30 C max w."""
+        del level
+        return largest * 2.0**-30
+
+    def encode(self, values: Tree) -> Tree:
+        """Return values rounded to 64-bit integers."""
+        return widen(values)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid(Floats):
+    """32-bit integers in steps of z C max w / 2^15, for exact noise.
+
+    Args:
+        levels: z of all rounds, from which the steps follow.
+    """
+
+    levels: Any
+
+    # Whole steps add up exactly, so that nothing must be settled in between.
+    chunks_per_sum = None
+
+    def __post_init__(self) -> None:
+        least = self.levels
+        if not traced(least) and np.min(np.asarray(least, np.float64)) < _LEAST_ON_GRID:
+            raise ValueError(
+                f"noise_multiplier must be at least {_LEAST_ON_GRID} in every round with "
+                "noise='grid', because a step follows from the noise and sums of finer steps wrap, "
+                f"got {least!r}. Give more noise, or noise='float'."
+            )
+
+    def unit(self, largest: Float[Array, ""], level: Float[Array, ""]) -> Float[Array, ""]:
+        """Return a step, z C max w / 2^15."""
+        return largest * (level / STEPS)
+
+    def in_units(
+        self, contribution: Tree, norm: Float[Array, ""], bound: Number, scale: Float[Array, ""]
+    ) -> Tree:
+        """Return a contribution in whole steps, whose norm is within the bound."""
+        self._check_resolution(sum(leaf.size for leaf in jax.tree.leaves(contribution)))
+        return round_within(contribution, norm, scale, bound * scale)
+
+    def settle(self, part: Tree) -> Tree:
+        """Return the sum itself, which is whole steps already."""
+        return part
+
+    def encode(self, values: Tree) -> Tree:
+        """Return values rounded to whole steps."""
+        return jax.tree.map(lambda leaf: jnp.round(leaf).astype(jnp.int32), values)
+
+    def add_noise(
+        self, key: Key[Array, "*S"], total: Tree, std: Float[Array, ""], mesh: Mesh
+    ) -> Tree:
+        """Return a sum with rounded Gaussian noise of 2^15 steps, whatever the round."""
+        del std
+        return add_grid_noise(key, total, mesh)
+
+    def _check_resolution(self, coordinates: int) -> None:
+        """Require a grid that is finer than most updates of so many coordinates."""
+        # Whatever the resolution, the norm is bounded.
+        if traced(self.levels):
+            return
+        most = STEPS * math.sqrt(3 / coordinates)
+        if np.max(np.asarray(self.levels, np.float64)) > most:
+            raise ValueError(
+                f"noise_multiplier must be at most {most:.4g} with noise='grid' and {coordinates} "
+                "coordinates, because a step is else longer than most coordinates of an update, "
+                f"got {self.levels!r}. "
+                "Give less noise, a smaller network, or noise='float'."
+            )

@@ -482,8 +482,8 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
         "parts": (None, "release?"), "evaluation_epochs": (None, "count from 0?"),
     }),
     "dp_fedavg_mixed": (algorithms.dp_fedavg_mixed, MODELS | LOCAL | PRIVATE | DELTA | {
-        "tuning": LOCAL["local"], "alone": LOCAL["local"], "smoothing": (0.1, "at least 0?"),
-        "folds": (3, "fold count"),
+        "tuning": (LOCAL["local"][0], "local?"), "alone": LOCAL["local"], "folds": (3, "fold count"),
+        "train": (40.0, "positive?"), "penalty": (4.0, "positive?"), "smoothing": (None, "at least 0?"),
     }),
     "fedrod": (algorithms.fedrod, MODELS | LOCAL | SERVER | PRIVATE | DELTA),
     "ppsgd": (algorithms.ppsgd, MODELS | PRIVATE | DELTA | {

@@ -52,8 +52,8 @@ PAGES = (
         "dp_fedavg_mixed",
         "The map's recipe",
         ("dp_fedavg_mixed",),
-        "Try this method first if labels differ by client. Each client fine-tunes a private shared "
-        "model with its own shares of classes, and mixes it with a model that it trains alone. The "
+        "Try this method first. Each client maps the logits of a private shared model to its own "
+        "classes, trains the model further, and mixes it with a model that it trains alone. The "
         "method has the epsilon of DP-FedAvg.",
         "Avoid it if evaluation must be fast, because every client trains its own model "
         "`folds + 1` times. It needs a classification.",

@@ -62,8 +62,8 @@ STEPS = (0.3, 5.0)
 SCALING = (4.0, 40.0)
 """Penalties of the map with which a client translates logits before the test, in examples."""
 
-SCALING_IN_ROUNDS = 40.0
-"""Penalty of these maps in rounds."""
+SCALING_IN_ROUNDS = (2.0, 60.0)
+"""Penalties of these maps in rounds."""
 
 Way = Callable[[Algorithm], Algorithm]
 
@@ -286,10 +286,10 @@ def families(
             )
         return found
 
-    def scaled_average(**numbers: float) -> Algorithm:
+    def scaled_average(*, train: float, **numbers: float) -> Algorithm:
         """Return DP-FedAvg that trains through maps, and is evaluated without one."""
         base = averaged(place, linear)(**numbers)
-        through_maps = matrix_scaled(base, train=SCALING_IN_ROUNDS)
+        through_maps = matrix_scaled(base, train=train)
         return base._replace(client_update=through_maps.client_update)
 
     of_average = space(rate=START, clip=CLIPS, tuning=FURTHER)
@@ -376,7 +376,10 @@ def families(
             rounds=1,
         ),
         "scaled linear DP-FedAvg": family(
-            scaled_average, of_average, scaled_ways, tuple(scaled_ways(tuning=0.0))
+            scaled_average,
+            space(rate=START, clip=CLIPS, tuning=FURTHER, train=SCALING_IN_ROUNDS),
+            scaled_ways,
+            tuple(scaled_ways(tuning=0.0)),
         ),
     }
 

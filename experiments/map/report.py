@@ -14,7 +14,7 @@ from experiments.study import Result, dated, listed, markdown_table
 from jaxfl import Comparison
 from jaxfl.run import plots
 
-WAYS = {
+_WAYS = {
     "plain": "",
     "corrected": ", corrected",
     "own_classes": ", corrected",
@@ -23,12 +23,19 @@ WAYS = {
     "head_fine_tuned": ", head fine-tuned",
     **{f"scaled_{penalty:g}": "" for penalty in SCALING},
     **{f"fine_tuned_scaled_{penalty:g}": ", fine-tuned" for penalty in SCALING},
-    "mixed_plain": ", mixed",
-    "mixed_corrected": ", corrected and mixed",
-    "mixed_own_classes": ", corrected and mixed",
-    "mixed_fine_tuned": ", fine-tuned and mixed",
-    "mixed_fine_tuned_corrected": ", fine-tuned, corrected and mixed",
 }
+
+
+def _and_mixed(text: str) -> str:
+    """Return what a method's name is followed by if it is also mixed.
+
+    >>> _and_mixed(""), _and_mixed(", fine-tuned and corrected")
+    (', mixed', ', fine-tuned, corrected and mixed')
+    """
+    return f"{text.replace(' and ', ', ')} and mixed" if text else ", mixed"
+
+
+WAYS = _WAYS | {f"mixed_{way}": _and_mixed(text) for way, text in _WAYS.items()}
 """What a method's name is followed by, by the way in which it is evaluated.
 
 Of ways with one name, tables have the one that is best on validation examples.
@@ -39,7 +46,7 @@ WITHDRAWN = pathlib.Path(__file__).with_name("withdrawn.json")
 
 ALONE = ("local-only", "linear local-only")
 RECIPE = "recipe"
-RECIPE_PART = "linear DP-FedAvg, mixed"
+RECIPE_PARTS = ("linear DP-FedAvg, mixed", "scaled linear DP-FedAvg, mixed")
 CORRECTED = "linear DP-FedAvg, corrected"
 
 TEXT = """{clients:,} clients, of whom {participants:,} may take part; {rounds} rounds with
@@ -53,7 +60,7 @@ def comparison(result: Result) -> Comparison:
     """Return a place's final runs, one method for each way of evaluation."""
     rows = []
     for method, own in result["methods"].items():
-        shown = (row for row in own["rows"] if _is_shown(method, own, row))
+        shown = (row for row in own["rows"] if _is_shown(result["methods"], method, row))
         rows += [
             row | {"method": _label(method, row["way"]), "stated": row["epsilon"]} for row in shown
         ]
@@ -63,27 +70,28 @@ def comparison(result: Result) -> Comparison:
 def _label(method: str, way: str) -> str:
     """Return the name of a method in tables. A mixture's part has its name and the word mixed.
 
-    The recipe has one name, whether it is corrected or not, which is chosen on validation examples.
+    The recipe has one name, however clients adapt, which is chosen on validation examples.
     """
-    if method == RECIPE_PART:
+    if method in RECIPE_PARTS:
         return RECIPE
     return method.removesuffix(", mixed") + WAYS[way]
 
 
-def _is_shown(method: str, own: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
-    """Return whether tables have a row: of ways with one name, they have the best on validation."""
+def _is_shown(methods: Mapping[str, Any], method: str, row: Mapping[str, Any]) -> bool:
+    """Return whether tables have a row, which is the best on validation of those with one name."""
     label = _label(method, row["way"])
-    return row["way"] == _best_way(method, own, label, row["epsilon"])
+    return (method, row["way"]) == _best_way(methods, label, row["epsilon"])
 
 
-def _best_way(method: str, own: Mapping[str, Any], label: str, epsilon: float) -> str:
-    """Return the way that is best on validation examples, of all with one name in tables."""
+def _best_way(methods: Mapping[str, Any], label: str, epsilon: float) -> tuple[str, str]:
+    """Return the method and way that are best on validation examples, of all with one name."""
     scores = {
-        row["way"]: row["validation"]
+        (method, row["way"]): row["validation"]
+        for method, own in methods.items()
         for row in own["tuning"]
         if row["epsilon"] == epsilon and _label(method, row["way"]) == label
     }
-    return max(scores, key=lambda way: (scores[way], way))
+    return max(scores, key=lambda found: (scores[found], found))
 
 
 def validation(result: Result, epsilon: float) -> dict[str, float]:
@@ -203,14 +211,14 @@ def settings(result: Result) -> str:
     cells: dict[str, dict[float, str]] = {}
     for method, own in result["methods"].items():
         for row in own["tuning"]:
-            if not _is_shown(method, own, row):
+            if not _is_shown(result["methods"], method, row):
                 continue
             point = {name: value for name, value in row["chosen"].items() if name != "epsilon"}
             if method in ALONE:
                 point["pass"] = (row["evaluation"] + 1) * passes_between(result["place"]["passes"])
             text = ", ".join(f"{name} {value:.3g}" for name, value in point.items())
-            if method == RECIPE_PART:
-                text = f"{WAYS[row['way']].removeprefix(', ')}: {text}"
+            if method in RECIPE_PARTS:
+                text = f"{method.split()[0]}{WAYS[row['way']]}: {text}"
             if "scaled" in row["way"]:
                 text = f"{text}, penalty {row['way'].rpartition('_')[2]}"
                 text += ", fine-tuned" if "fine_tuned" in row["way"] else ""
@@ -276,8 +284,8 @@ def answer(results: Mapping[str, Result]) -> str:
     sentences = [
         "1. **Own labels first.** Where clients differ in their labels, multiplying DP-FedAvg's "
         f"predictions by each client's own shares of classes (`prior_corrected`) {changed}.",
-        "2. **One recipe.** DP-FedAvg whose clients also fine-tune and mix in a model of their own "
-        f"(`dp_fedavg_mixed`) is {floor[small]} points from training alone "
+        "2. **One recipe.** DP-FedAvg that clients adapt to themselves and mix with a model of "
+        f"their own (`dp_fedavg_mixed`) is {floor[small]} points from training alone "
         f"{at(number(small), floor[large], number(large))}.",
         "3. **Others.** The highest of all other private methods, as published, corrected, "
         "fine-tuned or mixed, and picked on test examples in its favour, is "
@@ -381,7 +389,7 @@ def withdrawn(result: Result) -> str:
     for own in result["places"].values():
         for epsilon in sorted({row["epsilon"] for row in own["rows"]}):
             known = own["earlier"][str(epsilon)]
-            corrected = _best_way("DP-FedAvg", own, "DP-FedAvg, corrected", epsilon)
+            _, corrected = _best_way({"DP-FedAvg": own}, "DP-FedAvg, corrected", epsilon)
             scores = [
                 percent(
                     [

@@ -6,10 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from algorithms_table import MODEL, small_clients
 
 from jaxfl import LocalSGD, simulate
-from jaxfl.algorithms import dp_fedavg, dp_fedavg_mixed, fine_tuned, mixed
+from jaxfl.algorithms import (
+    dp_fedavg,
+    dp_fedavg_mixed,
+    fine_tuned,
+    matrix_scaled,
+    mixed,
+    prior_corrected,
+)
 from jaxfl.data import load
 from jaxfl.privacy import Poisson
 from jaxfl.types import ClientData
@@ -27,11 +35,18 @@ def recipe(**changed):
     return dp_fedavg_mixed(MODEL, **options)
 
 
-def test_what_is_sent_is_dp_fedavgs_to_the_bit():
+def base(train):
+    """DP-FedAvg, which trains through maps if there is a penalty of maps in rounds."""
+    plain = dp_fedavg(MODEL, local=LOCAL, **PRIVATE)
+    return plain if train is None else matrix_scaled(plain, penalty=4.0, train=train)
+
+
+@pytest.mark.parametrize("train", [None, 20.0])
+def test_what_is_sent_is_dp_fedavgs_to_the_bit(train):
     clients = small_clients()
     found, expected = (
         simulate(0, method, clients, rounds=3, progress=False)
-        for method in (recipe(), dp_fedavg(MODEL, local=LOCAL, **PRIVATE))
+        for method in (recipe(train=train), base(train))
     )
     for own, theirs in zip(*map(jax.tree.leaves, (found.server, expected.server)), strict=True):
         np.testing.assert_array_equal(own, theirs)
@@ -39,14 +54,33 @@ def test_what_is_sent_is_dp_fedavgs_to_the_bit():
     assert epsilons[0] == epsilons[1]
 
 
-def test_without_smoothing_the_labels_are_not_counted():
+def adapted(penalty, smoothing):
+    """The parts of the recipe, put together by hand."""
+    if penalty is not None:
+        return matrix_scaled(base(None), penalty=penalty)
+    return base(None) if smoothing is None else prior_corrected(base(None), smoothing=smoothing)
+
+
+@pytest.mark.parametrize(
+    ("penalty", "smoothing"),
+    [(4.0, None), (None, 0.5), (None, None)],
+    ids=["map", "shares", "none"],
+)
+def test_clients_adapt_by_a_map_or_by_their_shares_or_not(penalty, smoothing):
     clients = small_clients()
-    base = fine_tuned(dp_fedavg(MODEL, local=LOCAL, **PRIVATE), local=TUNING)
-    methods = (recipe(smoothing=None), mixed(base, local=ALONE))
-    found, expected = (simulate(0, own, clients, rounds=2, progress=False) for own in methods)
-    np.testing.assert_array_equal(found.scores["accuracy"], expected.scores["accuracy"])
-    corrected = simulate(0, recipe(), clients, rounds=2, progress=False)
-    assert np.any(found.scores["loss"] != corrected.scores["loss"])
+    own = recipe(train=None, penalty=penalty, smoothing=smoothing)
+    parts = mixed(fine_tuned(adapted(penalty, smoothing), local=TUNING), local=ALONE)
+    found, expected = (
+        simulate(0, method, clients, rounds=2, progress=False) for method in (own, parts)
+    )
+    np.testing.assert_array_equal(found.scores["loss"], expected.scores["loss"])
+
+
+def test_a_map_and_shares_of_classes_are_not_combined():
+    with pytest.raises(
+        ValueError, match=r"smoothing must be None if there is a penalty.*got .*0.1"
+    ):
+        recipe(smoothing=0.1)
 
 
 def test_a_useless_shared_model_leaves_the_clients_own():

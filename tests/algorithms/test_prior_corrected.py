@@ -180,7 +180,7 @@ def test_the_offset_ends_with_the_local_step():
 LOSS_OF_ITS_OWN = {"ppsgd", "dp_ridge", "dp_prototypes"}
 REFUSED = {"mr_mtl", "pdp_fl_examples"}
 """Methods of private local steps."""
-TWICE = {"fine_tuned", "prior_corrected", "prior_corrected_released", "mixed", "dp_fedavg_mixed"}
+TWICE = {"fine_tuned", "prior_corrected", "prior_corrected_released", "mixed"}
 
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name not in REFUSED | TWICE])

@@ -483,7 +483,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     }),
     "dp_fedavg_mixed": (algorithms.dp_fedavg_mixed, MODELS | LOCAL | PRIVATE | DELTA | {
         "tuning": (LOCAL["local"][0], "local?"), "alone": LOCAL["local"], "folds": (3, "fold count"),
-        "train": (40.0, "positive?"), "penalty": (4.0, "positive?"), "smoothing": (None, "at least 0?"),
+        "train": (40.0, "positive?"), "penalty": (None, "positive?"), "smoothing": (None, "at least 0?"),
     }),
     "fedrod": (algorithms.fedrod, MODELS | LOCAL | SERVER | PRIVATE | DELTA),
     "ppsgd": (algorithms.ppsgd, MODELS | PRIVATE | DELTA | {

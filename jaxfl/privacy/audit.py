@@ -186,7 +186,7 @@ def audited_aggregate(
     length = mechanism.update_bound(memory)
     present = scores.taken & drawn.sampled
     rows = _power_of_two(len(present))
-    directions = jnp.zeros(rows).at[: len(present)].set(present.astype(jnp.float32))
+    directions = jnp.pad(present.astype(jnp.float32), (0, rows - len(present)))
     canary_sum = signs * _repeat(_hadamard(directions), size) * (length * size**-0.5)
     scale = weight / mechanism.unit(memory, numbers)
     if mechanism.noise == "grid":
@@ -206,7 +206,8 @@ def audited_aggregate(
     )
     z = jnp.maximum(jnp.sqrt(std**2 + total.variance) / weight, 1e-3)
     rate = drawn.rate
-    likelihood = jnp.logaddexp(jnp.log1p(-rate), jnp.log(rate) + (x - 0.5) / z**2)
+    taking_part = (x - 0.5) / z**2
+    likelihood = jnp.logaddexp(jnp.log1p(-rate), jnp.log(rate) + taking_part)
     scores = scores._replace(
         likelihood=scores.likelihood + jnp.where(rate > 0, likelihood, 0.0),
         sum=scores.sum + x,

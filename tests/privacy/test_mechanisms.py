@@ -35,6 +35,8 @@ from jaxfl.privacy import (
 )
 from jaxfl.privacy.accounting import running_epsilon
 from jaxfl.privacy.mechanisms.correlated import exposures, prefix_error, rounding_error, square_root
+from jaxfl.privacy.mechanisms.gaussian import Participant
+from jaxfl.privacy.mechanisms.private_mask import PrivateMask
 from jaxfl.types import Message
 
 KEY = jax.random.key(2)
@@ -435,3 +437,12 @@ def test_a_message_that_no_mechanism_reads_is_refused():
         ValueError, match=r"message\.extra must be None for Mechanism, which takes an update"
     ):
         simulate(KEY, base._replace(client_update=client_update), small_clients(), **RUN)
+
+
+def test_a_masked_update_on_a_grid_has_the_norm_of_a_clipped_one():
+    mechanism = PrivateMask(clip=1.0, noise_multiplier=2.0, noise="grid")
+    sent = Message(jnp.array([0.6, 0.8]), jnp.array([True, False]))
+    client = Participant(jnp.int32(0), jnp.float32(0.0))
+    made = mechanism.contribute(jax.random.key(0), (), client, sent, jnp.float32(5.0))
+    assert float(made.norm) == 1.0
+    np.testing.assert_array_equal(made.update, np.array([0.6, 0.0], np.float32))

@@ -44,8 +44,8 @@ class PrivateMask(Mechanism):
                 "message.extra must be a private mask, got None. "
                 "Send one, or give another mechanism."
             )
-        noisy = self.add_client_noise(key, memory, client, sent.update)
-        return Contribution(keep(sent.extra, noisy), norm)
+        made = super().contribute(key, memory, client, sent._replace(extra=None), norm)
+        return made._replace(update=keep(sent.extra, made.update))
 
     def view(
         self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False

@@ -4,16 +4,23 @@ python -m benchmarks.accelerator --minutes 8
 
 Each part has a process and a time limit of its own. The most useful parts start first, until the
 time is over. Each result is printed and written at once, so a part that fails or takes too long
-costs no other part. Shares compare with the rates that the device itself reaches, in a large matrix
+costs no other part. Several parts compile at the same time, because that needs processor cores, but
+a part that measures has the device to itself. `--only` runs the parts whose names contain one of
+some texts. Shares compare with the rates that the device itself reaches, in a large matrix
 product at JAX's default precision and in a copy of a large array. Bytes are those of the compiled
 program's kernels (`tools.footprint.hlo`). `--tiny` has sizes for a trial on a CPU.
 """
 
+import collections
+import contextlib
 import dataclasses
+import fcntl
 import importlib.util
+import os
 import pathlib
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple
 
@@ -22,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
+from jax import lax
 
 from benchmarks.common import OUT, apart, cores, in_turn, machine, medians
 from benchmarks.population import make
@@ -73,6 +81,10 @@ class Config:
     minutes: float = 8.0
     """Time after which no part continues."""
     tiny: bool = False
+    only: tuple[str, ...] = ()
+    """Texts, of which the name of a part contains one. Empty stands for all parts."""
+    at_once: int | None = None
+    """Number of parts that compile at the same time. None stands for half of the cores."""
     out: pathlib.Path = OUT
 
 
@@ -81,30 +93,49 @@ class Part(NamedTuple):
 
     function: Callable[..., dict[str, Any]]
     arguments: tuple
-    seconds: float = 90.0
+    seconds: float = 240.0
 
 
 def main(config: Config) -> None:
     """Run the parts, and write each result."""
     begun, results = time.monotonic(), {}
     config.out.mkdir(parents=True, exist_ok=True)
-    whole = parts(config.tiny, str(config.out))
+    whole = {
+        name: part
+        for name, part in parts(config.tiny).items()
+        if not config.only or any(text in name for text in config.only)
+    }
     # Timings of a tiny run do not matter, so that every core can have a part.
-    pool = ThreadPoolExecutor(cores() if config.tiny else 1)
-    running = {pool.submit(_result, part, begun, config): name for name, part in whole.items()}
-    try:
-        for future in as_completed(running):
-            results[running[future]] = found = future.result()
-            kept = {name: results[name] for name in whole if name in results}
-            write_json(config.out / "accelerator.json", {"tiny": config.tiny, "parts": kept})
-            told = ", ".join(
-                f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-                for key, value in found.items()
-            )
-            print(f"{running[future]}: {told}", flush=True)
-    finally:
-        # No other part starts after Ctrl-C.
-        pool.shutdown(cancel_futures=True)
+    at_once = config.at_once or (cores() if config.tiny else max(1, cores() // 2))
+    pool = ThreadPoolExecutor(at_once)
+    with tempfile.NamedTemporaryFile() as turn:
+        os.environ[_TURN] = turn.name
+        running = {pool.submit(_result, part, begun, config): name for name, part in whole.items()}
+        try:
+            for future in as_completed(running):
+                results[running[future]] = found = future.result()
+                kept = {name: results[name] for name in whole if name in results}
+                write_json(config.out / "accelerator.json", {"tiny": config.tiny, "parts": kept})
+                told = ", ".join(
+                    f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+                    for key, value in found.items()
+                )
+                print(f"{running[future]}: {told}", flush=True)
+        finally:
+            # No other part starts after Ctrl-C.
+            pool.shutdown(cancel_futures=True)
+
+
+_TURN = "BENCHMARK_TURN"
+"""Environment variable with the file whose lock orders the use of the device."""
+
+
+@contextlib.contextmanager
+def _device(alone: bool) -> Iterator[None]:
+    """Wait until no other part uses the device, or, with `alone=False`, until none measures."""
+    with open(os.environ[_TURN], "rb") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
 
 
 def _result(part: Part, begun: float, config: Config) -> dict[str, Any]:
@@ -125,74 +156,90 @@ def _result(part: Part, begun: float, config: Config) -> dict[str, Any]:
     return found | {"part_s": round(time.monotonic() - start, 1)}
 
 
-def parts(tiny: bool, out: str) -> dict[str, Part]:
+def parts(tiny: bool) -> dict[str, Part]:
     """Return all parts, the most useful first."""
-    sizes, clients = ((2, _TINY), 2) if tiny else ((128, 512, 2048, 8192), 2048)
-    form: Form = "winograd" if tiny else "grouped"
+    if tiny:
+        few, many, clients, small = _TINY, _TINY, _TINY, _TINY
+    else:
+        few, many, clients, small = 512, 2048, 2048, 256
     # A CPU would interpret the Pallas kernels.
-    forms = ("grouped", "packed", "lax") + (() if tiny else ("pallas",))
+    forms: tuple[Form, ...] = ("lax", "im2col", "packed", "blocks", "pallas")[: 4 if tiny else 5]
 
-    def of_forms(chunk: int) -> dict[str, Part]:
-        return {
-            f"lenet, {each}, chunk {chunk}": Part(
-                speed, ("lenet", each, chunk, None, max(clients, chunk))
-            )
-            for each in forms
-        }
+    def of(name: Name, most: int, chunk: int, form: Form | None = None, precision: Any = None):
+        return Part(speed, (name, form, chunk, precision, most))
 
-    found = {"device": Part(device, ()), "evaluation": Part(evaluation, (clients,))} | of_forms(
-        sizes[1]
-    )
-    found["torch: lenet"] = Part(torch_speed, ("lenet", clients if tiny else 256, sizes[0]), 120)
-    found["lenet, 10,000 clients x 10 steps"] = Part(
-        ten_steps, (8 if tiny else 10_000, sizes[1]), 180
-    )
-    found["pfl-research's CIFAR-10"] = Part(
-        pfl_cifar10, (2, clients) if tiny else (1500, 1000), 180
-    )
-    others: list[tuple[Name, Form]] = [
-        (name, form) for name in ("mlp", "resnet20", "feddpa", "pfl_cnn")
-    ]
-    for name, its in others if tiny else [*others, ("resnet20", "pallas")]:
-        most = clients if tiny else 256 if name == "resnet20" else 1024
-        found[f"{name}, {its}, chunk {sizes[0]}"] = Part(
-            speed, (name, its, sizes[0], None, most), 180
-        )
-    # The default precision is TF32.
-    for precision in ("bfloat16",) if tiny else ("bfloat16", "float32"):
-        part = Part(speed, ("lenet", form, sizes[1], precision, max(clients, sizes[1])))
-        found[f"lenet, {form}, chunk {sizes[1]}, {precision}"] = part
-    found["correct"], found["kernels"] = Part(correct, (), 150), Part(kernels, ())
-    found["chunk auto"] = Part(auto, (clients,), 240)
-    found |= {} if tiny else of_forms(sizes[0])
-    for chunk in sizes[2:]:
-        found[f"lenet, {form}, chunk {chunk}"] = Part(
-            speed, ("lenet", form, chunk, None, chunk), 120
-        )
-    found["population"] = Part(population, (1000 if tiny else 1_000_000,), 150)
-    found["out of memory"] = Part(out_of_memory, (clients if tiny else 32_768,), 240)
-    found["torch: mlp"] = Part(torch_speed, ("mlp", clients if tiny else 256, sizes[0]), 120)
-    return found | {"profile": Part(profile, (clients, sizes[0], out))}
+    found = {
+        "device": Part(device, ()),
+        "lenet, chunk 512": of("lenet", clients, few),
+        "evaluation": Part(evaluation, (clients,)),
+        "correct": Part(correct, ()),
+        "lenet, 10,000 clients x 10 steps": Part(ten_steps, (8 if tiny else 10_000, few)),
+        "torch: lenet": Part(torch_speed, ("lenet", small, few)),
+        "pfl_cnn, chunk 50": of("pfl_cnn", 2 if tiny else 50, 2 if tiny else 50),
+        "pfl-research's CIFAR-10, 100 rounds": Part(
+            pfl_cifar10, (2, clients) if tiny else (100, 1000)
+        ),
+        "lenet, chunk 2048": of("lenet", clients, many),
+    }
+    found |= {f"lenet, {form}, chunk 512": of("lenet", clients, few, form) for form in forms}
+    found |= {"torch: pfl_cnn": Part(torch_speed, ("pfl_cnn", small, few))}
+    for name in ("mlp", "feddpa", "femnist_cnn", "pfl_cnn", "resnet20"):
+        found[f"{name}, chunk 128"] = of(name, small if name == "resnet20" else clients, small // 2)
+    found |= {
+        "torch: femnist_cnn": Part(torch_speed, ("femnist_cnn", small, few)),
+        "torch: mlp": Part(torch_speed, ("mlp", small, few)),
+        "kernels": Part(kernels, ()),
+        "chunk auto": Part(auto, (clients,)),
+        "lenet, chunk 128": of("lenet", clients, small // 2),
+        # The default precision is TF32.
+        "lenet, chunk 512, bfloat16": of("lenet", clients, few, None, "bfloat16"),
+    }
+    # A CPU would take minutes for these.
+    slow: dict[Name, tuple[Form, ...]] = {
+        "feddpa": ("im2col", "pallas"),
+        "femnist_cnn": ("im2col", "lax", "packed"),
+        "pfl_cnn": ("im2col", "lax", "packed"),
+        "resnet20": ("packed", "lax", "im2col", "pallas"),
+    }
+    for name, others in slow.items():
+        for form in () if tiny else others:
+            most = small if name == "resnet20" else clients
+            found[f"{name}, {form}, chunk 128"] = of(name, most, small // 2, form)
+    found |= {
+        "lenet, chunk 512, float32": of("lenet", clients, few, None, "float32"),
+        "population": Part(population, (1000 if tiny else 1_000_000,)),
+        "out of memory": Part(out_of_memory, (clients if tiny else 32_768,)),
+        "pfl-research's CIFAR-10, 1,500 rounds": Part(
+            pfl_cifar10, (3, clients) if tiny else (1500, 1000)
+        ),
+    }
+    profiled: list[tuple[Name, Form | None]] = [("mlp", None)]
+    if not tiny:
+        profiled += [("lenet", "pallas"), ("lenet", "im2col"), ("pfl_cnn", None)]
+        profiled += [("pfl_cnn", "im2col"), ("resnet20", None), ("feddpa", None)]
+    for name, form in profiled:
+        found[f"profile: {name}, {form}"] = Part(profile, (name, form, small, small // 2))
+    return found
 
 
 def device() -> dict[str, Any]:
     """Describe the device, and measure the rates of a matrix product and of a copy."""
     here = place(clients_of(*examples_of(_lenet(1))), jax.devices()[:1])
-    return (
-        machine()
-        | {"memory": (jax.devices()[0].memory_stats() or {}).get("bytes_limit")}
-        | _peaks(here)
-    )
+    memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    with _device(alone=True):
+        return machine() | {"memory": memory} | _peaks(here)
 
 
 def _peaks(population: Population) -> dict[str, float]:
     product, flops = matrix_product(population)
     size = 2**24 if jax.default_backend() == "cpu" else 2**28
-    source, copy = jnp.ones(size, jnp.float32), jax.jit(lambda x: x + 1)
-    seconds = medians(in_turn({"product": product, "copy": lambda: copy(source)}, 5))
+    source = jnp.ones(size, jnp.float32)
+    # Many copies in one call hide what a call itself costs.
+    copies = jax.jit(lambda x: lax.fori_loop(0, 20, lambda _, x: x + 1, x))
+    seconds = medians(in_turn({"product": product, "copies": lambda: copies(source)}, 5))
     return {
         "tflop_per_s": flops / seconds["product"] / 1e12,
-        "gb_per_s": 8 * size / seconds["copy"] / 1e9,
+        "gb_per_s": 20 * 8 * size / seconds["copies"] / 1e9,
     }
 
 
@@ -206,7 +253,8 @@ def evaluation(clients: int) -> dict[str, Any]:
     )
     center, states = initialize(key, key, algorithm, where)
     score = compile_evaluation(algorithm, where, chunk=min(128, clients))
-    scores = jax.device_get(score(key, center.server, states))
+    with _device(alone=False):
+        scores = jax.device_get(score(key, center.server, states))
     return {"finite": bool(np.isfinite(scores["loss"]).all()), "clients": len(scores["loss"])}
 
 
@@ -223,7 +271,7 @@ def correct() -> dict[str, Any]:
         if method is not fedavg:
             options |= {"clip": 1.0, "noise_multiplier": 0.0, "sampling": Poisson(0.7)}
         results = []
-        with jax.default_matmul_precision("float32"):
+        with jax.default_matmul_precision("float32"), _device(alone=False):
             for device, chunk in ((jax.devices("cpu")[0], 1), (jax.devices()[0], 4)):
                 here: dict[str, Any] = {"devices": [device], "chunk": chunk, "progress": False}
                 run = simulate(0, method(model, **options), clients, rounds=2, **here)
@@ -246,7 +294,7 @@ def kernels() -> dict[str, Any]:
         def loss(params: Any, model: Model = model) -> jax.Array:
             return jnp.sum(jnp.sin(model.apply(params, model.prepare(inputs))))
 
-        with jax.default_matmul_precision("float32"):
+        with jax.default_matmul_precision("float32"), _device(alone=False):
             gradients = jax.jit(jax.vmap(jax.grad(loss)))(
                 jax.vmap(model.init)(jax.random.split(jax.random.key(0), 3))
             )
@@ -269,12 +317,15 @@ def _of(name: Name, clients: int) -> Workload:
     A trial has one step.
     """
     known, tiny = WORKLOADS[name], clients <= _TINY
-    examples = known.batch_size if tiny else min(known.examples, 96)
+    batch = known.batch_size
+    examples = batch if tiny else min(known.examples, 96 // batch * batch)
     steps = 1 if tiny else known.steps * examples // known.examples if known.feddpa else known.steps
     return dataclasses.replace(known, clients=clients, examples=examples, steps=steps)
 
 
-def speed(name: Name, form: Form, chunk: int, precision: Any, clients: int) -> dict[str, Any]:
+def speed(
+    name: Name, form: Form | None, chunk: int, precision: Any, clients: int
+) -> dict[str, Any]:
     """Measure a workload's round: clients per second, and shares of the device's rates."""
     work = _of(name, clients)
     model = model_of(work, form)
@@ -284,13 +335,18 @@ def speed(name: Name, form: Form, chunk: int, precision: Any, clients: int) -> d
 
 def _measured(work: Workload, algorithm: Algorithm, chunk: int) -> dict[str, Any]:
     where = place(clients_of(*examples_of(work)), jax.devices()[:1])
-    compiled = compile_round(algorithm, where, chunk)
-    seconds = medians(in_turn({"round": compiled.run}, 1 if work.clients <= _TINY else 3))["round"]
+    with _device(alone=False):
+        compiled = compile_round(algorithm, where, chunk)
     steps, blocks = blocks_of(work.examples, work.batch_size)[::-1]
-    cost, peaks = step_cost(compiled.text(), (steps, blocks)), _peaks(where)
+    cost = step_cost(compiled.text(), (steps, blocks))
+    with _device(alone=True):
+        turns = in_turn({"round": compiled.run}, 1 if work.clients <= _TINY else 5)["round"]
+        peaks = _peaks(where)
+    seconds = float(np.median(turns))
     moved = cost.bytes / chunk * work.clients * work.steps
     return {
         "clients_per_s": work.clients / seconds,
+        "slowest_clients_per_s": work.clients / max(turns),
         "us_per_client_step": 1e6 * seconds / work.clients / work.steps,
         "share_of_products": round_flops(work) / seconds / 1e12 / peaks["tflop_per_s"],
         "share_of_memory": moved / seconds / 1e9 / peaks["gb_per_s"],
@@ -319,28 +375,34 @@ def pfl_cifar10(rounds: int, clients: int) -> dict[str, Any]:
     )
     local = LocalSGD(optax.sgd(0.1), work.batch_size)
     algorithm = fedavg(model_of(work), local=local, mechanism=Mechanism(sampling=sampling))
-    data, begun = clients_of(*examples_of(work), tests=10), time.perf_counter()
-    simulate(0, algorithm, data, rounds=rounds, progress=False)
-    return {"rounds": rounds, "seconds": time.perf_counter() - begun}
+    data = clients_of(*examples_of(work), tests=10)
+    with _device(alone=True):
+        begun = time.perf_counter()
+        simulate(0, algorithm, data, rounds=rounds, progress=False)
+        seconds = time.perf_counter() - begun
+    return {"rounds": rounds, "seconds": seconds}
 
 
 def auto(clients: int) -> dict[str, Any]:
     """Return the chunk that "auto" chooses for LeNet, and how long the choice takes."""
     work = _lenet(clients)
-    where, begun = place(clients_of(*examples_of(work))), time.perf_counter()
-    chosen = usual_chunk(algorithm_of(work), where)
-    return {"chunk": chosen, "seconds": time.perf_counter() - begun}
+    where = place(clients_of(*examples_of(work)))
+    with _device(alone=True):
+        begun = time.perf_counter()
+        chosen = usual_chunk(algorithm_of(work), where)
+        return {"chunk": chosen, "seconds": time.perf_counter() - begun}
 
 
 def population(number: int) -> dict[str, Any]:
     """Measure a round with 1,000 of many clients, whose states are on the device."""
     model, sampling = mlp((8, 8, 1), hidden=(200, 64)), Poisson(min(1.0, 1000 / number))
     algorithm = centaur(model, sampling=sampling, clip=1.0, noise_multiplier=1.0)
-    compiled = compile_round(algorithm, place(make(number, 20)), 128)
-    return {
-        "compile_s": compiled.compile_s,
-        "round_s": medians(in_turn({"round": compiled.run}, 3))["round"],
-    }
+    where = place(make(number, 20))
+    with _device(alone=False):
+        compiled = compile_round(algorithm, where, 128)
+    with _device(alone=True):
+        seconds = medians(in_turn({"round": compiled.run}, 3))["round"]
+    return {"compile_s": compiled.compile_s, "round_s": seconds}
 
 
 def out_of_memory(chunk: int) -> dict[str, Any]:
@@ -352,7 +414,9 @@ def out_of_memory(chunk: int) -> dict[str, Any]:
         jax.random.key(0),
     )
     arguments = (key, 0, 1, *initialize(key, key, algorithm, where))
-    return {"asked": chunk, "chunk": fitting(rounds_of(algorithm, where), chunk, arguments).chunk}
+    with _device(alone=True):
+        left = fitting(rounds_of(algorithm, where), chunk, arguments).chunk
+    return {"asked": chunk, "chunk": left}
 
 
 def torch_speed(name: Name, clients: int, chunk: int) -> dict[str, Any]:
@@ -380,20 +444,31 @@ def torch_speed(name: Name, clients: int, chunk: int) -> dict[str, Any]:
         "loop": timed(pytorch.fedavg_round),
         "vmap": timed(pytorch.vmapped_round, chunk=chunk),
     }
-    return {
-        f"{kind}_clients_per_s": clients / value
-        for kind, value in medians(in_turn(rounds, 3)).items()
-    }
+    with _device(alone=True):
+        seconds = medians(in_turn(rounds, 3))
+    return {f"{kind}_clients_per_s": clients / value for kind, value in seconds.items()}
 
 
-def profile(clients: int, chunk: int, out: str) -> dict[str, Any]:
-    """Write a trace of one round of LeNet for a trace viewer."""
-    work = _lenet(clients)
-    compiled = compile_round(algorithm_of(work), place(clients_of(*examples_of(work))), chunk)
-    compiled.run()
-    with jax.profiler.trace(f"{out}/trace"):
+def profile(name: Name, form: Form | None, clients: int, chunk: int) -> dict[str, Any]:
+    """Return the percentages of the device's time that the longest kernels of a round take."""
+    work = _of(name, clients)
+    where = place(clients_of(*examples_of(work)), jax.devices()[:1])
+    with _device(alone=False):
+        compiled = compile_round(algorithm_of(work, model=model_of(work, form)), where, chunk)
+    with _device(alone=True), tempfile.TemporaryDirectory() as folder:
         compiled.run()
-    return {"files": sum(path.is_file() for path in pathlib.Path(out, "trace").rglob("*"))}
+        with jax.profiler.trace(folder):
+            compiled.run()
+        (file,) = pathlib.Path(folder).rglob("*.xplane.pb")
+        planes = jax.profiler.ProfileData.from_file(str(file)).planes
+    spent: collections.Counter[str] = collections.Counter()
+    for plane in planes:
+        for line in plane.lines if plane.name.startswith("/device:GPU") else ():
+            for event in line.events if line.name.startswith("Stream") else ():
+                spent[event.name] += event.duration_ns
+    total = spent.total()
+    shares = {kernel[:60]: 100 * time / total for kernel, time in spent.most_common(14)}
+    return {"ms": total / 1e6} | shares
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ autograd, and data in preallocated tensors in PyTorch's own layout. A round incl
 of every client, joint clipping, accumulation, noise, average, and new server weights.
 """
 
+import functools
 import multiprocessing.connection
 import multiprocessing.synchronize
 import time
@@ -168,17 +169,19 @@ class Block(nn.Module):
         return x + self.hidden_out(F.gelu(self.hidden(self.norm2(x)), approximate="tanh"))
 
 
-def pfl_cnn(_input_shape: tuple[int, int, int]) -> nn.Module:
+def pfl_cnn(input_shape: tuple[int, int, int], classes: int = 10) -> nn.Module:
     """Build the CNN of pfl-research's CIFAR-10 benchmark."""
+    height, width, channels = input_shape
     maps = [
-        nn.Conv2d(3, 32, 3),
+        nn.Conv2d(channels, 32, 3),
         nn.ReLU(),
         nn.Conv2d(32, 64, 3),
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Dropout(0.25),
     ]
-    dense = [nn.Linear(12544, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, 10)]
+    pixels = (height // 2 - 2) * (width // 2 - 2)
+    dense = [nn.Linear(64 * pixels, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, classes)]
     return nn.Sequential(*maps, nn.Flatten(), *dense)
 
 
@@ -188,6 +191,7 @@ NETWORKS = {
     "feddpa_cnn": FedDpaCifar,
     "resnet20": ResNet20,
     "pfl_cnn": pfl_cnn,
+    "femnist_cnn": functools.partial(pfl_cnn, classes=62),
 }
 
 
@@ -195,6 +199,7 @@ def best_device(threads: int) -> str:
     """Return PyTorch's accelerator, with JAX's precision there, or the CPU with its threads."""
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.benchmark = True
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -277,7 +282,7 @@ def vmapped_round(
     def loss(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(torch.func.functional_call(network, weights, (x,)), y)
 
-    gradients = torch.func.vmap(torch.func.grad(loss))
+    gradients = torch.func.vmap(torch.func.grad(loss), randomness="different")
     total = {name: torch.zeros_like(weights) for name, weights in server.items()}
     for first in range(0, len(inputs), chunk):
         x, y = inputs[first : first + chunk], labels[first : first + chunk]

@@ -14,6 +14,7 @@ program's kernels (`tools.footprint.hlo`). `--tiny` has sizes for a trial on a C
 import collections
 import contextlib
 import dataclasses
+import datetime
 import fcntl
 import importlib.util
 import os
@@ -22,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +46,6 @@ from benchmarks.workloads import (
     model_of,
     round_flops,
     rounds_of,
-    usual_chunk,
 )
 from jaxfl import LocalSGD, simulate
 from jaxfl.algorithms import centaur, dp_fedavg, dp_pfeddsu, fedavg, feddpa
@@ -57,7 +57,6 @@ from jaxfl.engine.program import initialize
 from jaxfl.files import write_json
 from jaxfl.local.train import blocks_of
 from jaxfl.models import digits_cnn, mlp, with_precision
-from jaxfl.models.layers import PLAIN
 from jaxfl.privacy import FixedSize, Mechanism, Poisson
 from jaxfl.types import Algorithm, Model
 from tools.footprint.hlo import step_cost
@@ -115,7 +114,7 @@ def main(config: Config) -> None:
             for future in as_completed(running):
                 results[running[future]] = found = future.result()
                 kept = {name: results[name] for name in whole if name in results}
-                write_json(config.out / "accelerator.json", {"tiny": config.tiny, "parts": kept})
+                write_json(config.out / "accelerator.json", report(kept) | {"tiny": config.tiny})
                 told = ", ".join(
                     f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
                     for key, value in found.items()
@@ -124,6 +123,30 @@ def main(config: Config) -> None:
         finally:
             # No other part starts after Ctrl-C.
             pool.shutdown(cancel_futures=True)
+
+
+def report(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the file's contents: a table of all speeds, a headline, and what every part found."""
+    columns = (
+        "us_per_client_step",
+        "mb_per_client_step",
+        "share_of_products",
+        "kernels",
+        "temporary_mb",
+        "compile_s",
+    )
+    rows = []
+    for name, found in parts.items():
+        for column in ("clients_per_s", "loop_clients_per_s", "vmap_clients_per_s"):
+            if column in found:
+                way = column.removesuffix("clients_per_s").rstrip("_")
+                row = {"part": f"{name}, {way}" if way else name, "clients_per_s": found[column]}
+                rows.append(row | {key: found.get(key) for key in columns})
+    seconds = {name: found["seconds"] for name, found in parts.items() if "seconds" in found}
+    headline = "; ".join(f"{name}: {value:.3g} s" for name, value in seconds.items())
+    device = parts.get("device", {})
+    date = datetime.date.today().isoformat()
+    return {"headline": headline, "machine": device, "date": date, "rows": rows, "parts": parts}
 
 
 _TURN = "BENCHMARK_TURN"
@@ -162,12 +185,17 @@ def parts(tiny: bool) -> dict[str, Part]:
         few, many, clients, small = _TINY, _TINY, _TINY, _TINY
     else:
         few, many, clients, small = 512, 2048, 2048, 256
-    # A CPU would interpret the Pallas kernels.
-    forms: tuple[Form, ...] = ("lax", "im2col", "packed", "blocks", "pallas")[: 4 if tiny else 5]
 
     def of(name: Name, most: int, chunk: int, form: Form | None = None, precision: Any = None):
         return Part(speed, (name, form, chunk, precision, most))
 
+    usual = {
+        f"{name}, chunk {chunk}": of(
+            name, max(chunk, small) if name == "resnet20" else clients, min(chunk, clients)
+        )
+        for name in ("pfl_cnn", "femnist_cnn", "feddpa", "resnet20", "mlp")
+        for chunk in (512, 128)
+    }
     found = {
         "device": Part(device, ()),
         "lenet, chunk 512": of("lenet", clients, few),
@@ -175,50 +203,41 @@ def parts(tiny: bool) -> dict[str, Part]:
         "correct": Part(correct, ()),
         "lenet, 10,000 clients x 10 steps": Part(ten_steps, (8 if tiny else 10_000, few)),
         "torch: lenet": Part(torch_speed, ("lenet", small, few)),
-        "pfl_cnn, chunk 50": of("pfl_cnn", 2 if tiny else 50, 2 if tiny else 50),
-        "pfl-research's CIFAR-10, 100 rounds": Part(
-            pfl_cifar10, (2, clients) if tiny else (100, 1000)
+        "pfl-research's CIFAR-10, 1,500 rounds": Part(
+            pfl_cifar10, (3, clients) if tiny else (1500, 1000)
         ),
-        "lenet, chunk 2048": of("lenet", clients, many),
-    }
-    found |= {f"lenet, {form}, chunk 512": of("lenet", clients, few, form) for form in forms}
-    found |= {"torch: pfl_cnn": Part(torch_speed, ("pfl_cnn", small, few))}
-    for name in ("mlp", "feddpa", "femnist_cnn", "pfl_cnn", "resnet20"):
-        found[f"{name}, chunk 128"] = of(name, small if name == "resnet20" else clients, small // 2)
-    found |= {
+        "torch: pfl_cnn": Part(torch_speed, ("pfl_cnn", small, few)),
         "torch: femnist_cnn": Part(torch_speed, ("femnist_cnn", small, few)),
-        "torch: mlp": Part(torch_speed, ("mlp", small, few)),
+    } | usual
+    found |= {
         "kernels": Part(kernels, ()),
-        "chunk auto": Part(auto, (clients,)),
+        "torch: mlp": Part(torch_speed, ("mlp", small, few)),
+        "lenet, chunk 2048": of("lenet", clients, many),
         "lenet, chunk 128": of("lenet", clients, small // 2),
         # The default precision is TF32.
-        "lenet, chunk 512, bfloat16": of("lenet", clients, few, None, "bfloat16"),
+        "lenet, im2col, chunk 512, bfloat16": of("lenet", clients, few, "im2col", "bfloat16"),
     }
     # A CPU would take minutes for these.
     slow: dict[Name, tuple[Form, ...]] = {
-        "feddpa": ("im2col", "pallas"),
-        "femnist_cnn": ("im2col", "lax", "packed"),
-        "pfl_cnn": ("im2col", "lax", "packed"),
-        "resnet20": ("packed", "lax", "im2col", "pallas"),
+        "lenet": ("im2col", "grouped", "blocks", "lax"),
+        "feddpa": ("grouped", "pallas"),
+        "femnist_cnn": ("grouped", "lax"),
+        "pfl_cnn": ("grouped", "lax"),
+        "resnet20": ("im2col", "lax"),
     }
     for name, others in slow.items():
         for form in () if tiny else others:
             most = small if name == "resnet20" else clients
             found[f"{name}, {form}, chunk 128"] = of(name, most, small // 2, form)
     found |= {
-        "lenet, chunk 512, float32": of("lenet", clients, few, None, "float32"),
+        "lenet, im2col, chunk 512, float32": of("lenet", clients, few, "im2col", "float32"),
         "population": Part(population, (1000 if tiny else 1_000_000,)),
         "out of memory": Part(out_of_memory, (clients if tiny else 32_768,)),
-        "pfl-research's CIFAR-10, 1,500 rounds": Part(
-            pfl_cifar10, (3, clients) if tiny else (1500, 1000)
-        ),
     }
-    profiled: list[tuple[Name, Form | None]] = [("mlp", None)]
-    if not tiny:
-        profiled += [("lenet", "pallas"), ("lenet", "im2col"), ("pfl_cnn", None)]
-        profiled += [("pfl_cnn", "im2col"), ("resnet20", None), ("feddpa", None)]
-    for name, form in profiled:
-        found[f"profile: {name}, {form}"] = Part(profile, (name, form, small, small // 2))
+    deep: tuple[Name, ...] = ("lenet", "pfl_cnn", "femnist_cnn", "feddpa", "resnet20")
+    profiled: tuple[Name, ...] = ("mlp",) if tiny else ("mlp", *deep)
+    for name in profiled:
+        found[f"profile: {name}"] = Part(profile, (name, small, small // 2))
     return found
 
 
@@ -288,7 +307,7 @@ def kernels() -> dict[str, Any]:
     The gradients are those of 3 clients.
     """
     inputs, found = jax.random.bits(jax.random.key(0), (32, 8, 8, 1), "uint8"), {}
-    for form in PLAIN:
+    for form in get_args(Form):
         model = digits_cnn(form=form)
 
         def loss(params: Any, model: Model = model) -> jax.Array:
@@ -383,16 +402,6 @@ def pfl_cifar10(rounds: int, clients: int) -> dict[str, Any]:
     return {"rounds": rounds, "seconds": seconds}
 
 
-def auto(clients: int) -> dict[str, Any]:
-    """Return the chunk that "auto" chooses for LeNet, and how long the choice takes."""
-    work = _lenet(clients)
-    where = place(clients_of(*examples_of(work)))
-    with _device(alone=True):
-        begun = time.perf_counter()
-        chosen = usual_chunk(algorithm_of(work), where)
-        return {"chunk": chosen, "seconds": time.perf_counter() - begun}
-
-
 def population(number: int) -> dict[str, Any]:
     """Measure a round with 1,000 of many clients, whose states are on the device."""
     model, sampling = mlp((8, 8, 1), hidden=(200, 64)), Poisson(min(1.0, 1000 / number))
@@ -449,12 +458,12 @@ def torch_speed(name: Name, clients: int, chunk: int) -> dict[str, Any]:
     return {f"{kind}_clients_per_s": clients / value for kind, value in seconds.items()}
 
 
-def profile(name: Name, form: Form | None, clients: int, chunk: int) -> dict[str, Any]:
+def profile(name: Name, clients: int, chunk: int) -> dict[str, Any]:
     """Return the percentages of the device's time that the longest kernels of a round take."""
     work = _of(name, clients)
     where = place(clients_of(*examples_of(work)), jax.devices()[:1])
     with _device(alone=False):
-        compiled = compile_round(algorithm_of(work, model=model_of(work, form)), where, chunk)
+        compiled = compile_round(algorithm_of(work), where, chunk)
     with _device(alone=True), tempfile.TemporaryDirectory() as folder:
         compiled.run()
         with jax.profiler.trace(folder):

@@ -14,8 +14,11 @@ import jax
 import jaxlib.version
 from jax.sharding import Mesh
 
-Form = Literal["winograd", "im2col", "lax", "grouped", "packed", "blocks", "pallas"]
+Form = Literal["winograd", "im2col", "lax", "grouped", "blocks", "pallas"]
 """Form in which a convolution is computed (see `jaxfl.models.layers`)."""
+
+Network = Literal["usual", "narrow", "residual"]
+"""Kind of network: with pooling, with pooling and at most 16 channels, or with residual blocks."""
 
 
 def cores() -> int:
@@ -34,8 +37,8 @@ class Backend(NamedTuple):
     """Number of clients vectorised at a time on each device. "auto" measures it."""
     chunks: tuple[int, ...]
     """Chunks that "auto" tries, the smallest one first."""
-    convolution: Form
-    """Form of convolutions whose model names none."""
+    forms: Mapping[Network, Form]
+    """Form of convolutions, by kind of network, for models that name none."""
     joined: bool
     """Whether a client's state is one row of numbers for each dtype, or one for each array."""
     few_kernels: bool
@@ -57,7 +60,7 @@ _CPU = Backend(
     devices=min(16, cores()),
     chunk=1,
     chunks=(1, 8, 32, 128, 512),
-    convolution="winograd",
+    forms={"usual": "winograd", "narrow": "winograd", "residual": "winograd"},
     joined=False,
     few_kernels=False,
     microbatch=8,
@@ -70,15 +73,19 @@ _CPU = Backend(
     },
 )
 
-# We chose the forms from compiler estimates (see `benchmarks.plan`), not from measurements.
-# Matrix products would write every patch, and the gradients of plain convolutions copy the maps.
-# The form "pallas" moves fewer bytes than "grouped", but estimates do not show its other costs. Its
-# kernels have not run on a device yet.
+# An H200 decided on forms and chunks, by clients per second
+# (`benchmarks/results/accelerator_h200.json`):
+# LeNet: pallas 13,720, im2col 7,622, grouped 4,725, blocks 2,095, lax 1,287.
+# pfl-research's CNN: im2col 5,613, grouped 4,601, lax 2,109. FEMNIST's: 2,536, 1,738 and 900.
+# FedDPA: im2col 2,028, grouped 1,549, pallas 1,524.
+# ResNet20: grouped 1,365, im2col 809, lax 199.
 _GPU = Backend(
     devices=None,
-    chunk="auto",
+    # LeNet by chunk: 128: 12,600, 512: 13,720, 2,048: 14,180. MLP: 128: 50,460, 512: 65,700.
+    # "auto" would take 36 s to find out.
+    chunk=512,
     chunks=(128, 512, 2048, 8192),
-    convolution="grouped",
+    forms={"usual": "im2col", "narrow": "pallas", "residual": "grouped"},
     joined=True,
     few_kernels=True,
     microbatch=None,
@@ -86,9 +93,15 @@ _GPU = Backend(
     compiler_split={},
 )
 
-# The compiler's cycles count too. Pixels of few channels waste registers. The weights of 64 MLPs
-# fit next to these, and those of 128 do not.
-_TPU = _GPU._replace(convolution="blocks", chunks=(64, 128, 512), few_kernels=False)
+# The compiler's estimates chose these (see `benchmarks.plan`), because no TPU was measured.
+# Pixels of few channels waste registers. The weights of 64 MLPs fit next to these, and those of 128
+# do not.
+_TPU = _GPU._replace(
+    chunk="auto",
+    forms={"usual": "blocks", "narrow": "blocks", "residual": "blocks"},
+    chunks=(64, 128, 512),
+    few_kernels=False,
+)
 
 
 def with_flags(flags: str) -> str:
@@ -149,7 +162,7 @@ def backend(platform: str | None = None) -> Backend:
         platform: "cpu", "tpu", or any name of a GPU's platform. None stands for the platform that
             a program is traced for (see `traced_for`), and otherwise for JAX's default.
 
-    >>> backend("cpu").convolution, backend("tpu").convolution
+    >>> backend("cpu").forms["usual"], backend("tpu").forms["usual"]
     ('winograd', 'blocks')
     """
     name = platform or _TRACED_FOR.value or jax.default_backend()

@@ -33,11 +33,13 @@ def test_only_the_backend_names_platforms():
 def test_each_platform_has_its_formulation():
     assert backend() == backend("cpu")
     assert backend("cpu").chunk == 1
-    assert backend("gpu").chunk == backend("tpu").chunk == "auto"
+    assert (backend("gpu").chunk, backend("tpu").chunk) == (512, "auto")
     assert not backend("gpu").compiler
-    assert {name: backend(name).convolution for name in ("cpu", "gpu", "tpu")} == {
-        "cpu": "winograd", "gpu": "grouped", "tpu": "blocks"
-    }  # fmt: skip
+    assert {name: tuple(backend(name).forms.values()) for name in ("cpu", "gpu", "tpu")} == {
+        "cpu": ("winograd", "winograd", "winograd"),
+        "gpu": ("im2col", "pallas", "grouped"),
+        "tpu": ("blocks", "blocks", "blocks"),
+    }
 
 
 def test_flags_are_added_to_those_that_are_set():

@@ -11,10 +11,15 @@ import numpy as np
 import pytest
 from algorithms_table import ALGORITHMS, small_clients
 
+from jaxfl.algorithms import fedavg
 from jaxfl.backend import backend
 from jaxfl.engine import chunk, resident
+from jaxfl.engine.mesh import place
+from jaxfl.engine.program import compile_rounds, initialize
 from jaxfl.engine.resident import Resident
 from jaxfl.engine.streamed import Stream
+from jaxfl.models import digits_cnn
+from jaxfl.privacy import FixedSize, Mechanism, Poisson
 from jaxfl.run.simulate import simulate
 
 KEY = jax.random.key(1)
@@ -220,3 +225,18 @@ def test_measuring_goes_on_while_time_falls_and_memory_holds(
     build: Any = lambda size: functools.partial(print)  # noqa: E731
     assert chunk.fastest(build, 1000, (), mesh, ()).chunk == best
     assert made == tried
+
+
+def test_a_chunk_is_no_larger_than_a_usual_cohort():
+    """Rounds of 3 clients are one program in chunks of 3 and of 8, and coins leave some room."""
+
+    def program(sampling, chunk):
+        algorithm = fedavg(digits_cnn(), mechanism=Mechanism(sampling=sampling))
+        population = place(small_clients((4,) * 12), jax.devices()[:1])
+        step: Any = compile_rounds(algorithm, population, chunk=chunk, segment=1)
+        state = initialize(KEY, KEY, algorithm, population)
+        return str(step.func.trace(*step.args, KEY, 0, 1, *state, **step.keywords).jaxpr)
+
+    assert program(FixedSize(3), 8) == program(FixedSize(3), 3) != program(FixedSize(3), 2)
+    # 12 coins of 1/4 have a mean of 3, and two standard deviations of at most 3.5 above it.
+    assert program(Poisson(0.25), 8) == program(Poisson(0.25), 7) != program(Poisson(0.25), 6)

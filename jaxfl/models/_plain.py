@@ -4,9 +4,6 @@ A convolution of clients with kernels of their own is a grouped convolution. Vec
 gradient of its kernel instead gives a convolution with batch and channels exchanged. On a GPU, XLA
 then copies all maps into that order first. cuDNN computes the gradient of a grouped convolution
 without such copies.
-
-Several clients can share a group, with their kernels on the diagonal of a kernel that is zero
-elsewhere. n of them take n times the operations, in matrix products that are n times as wide.
 """
 
 import functools
@@ -19,9 +16,6 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
-PACKED = 8
-"""Most clients that share a group of a "packed" convolution."""
-
 
 class PlainOptions(NamedTuple):
     """Options of a convolution."""
@@ -31,8 +25,6 @@ class PlainOptions(NamedTuple):
     stride: int = 1
     precision: Any = None
     """JAX's precision of products."""
-    packed: int = 1
-    """Most clients that share a group."""
 
 
 def convolve_plain(
@@ -141,14 +133,9 @@ def _side_by_side(xs: Array, kernels: Array, options: PlainOptions) -> Array:
     """
     count, size, _, channels, features = kernels.shape
     inputs = jnp.moveaxis(xs, 0, -2)
-    # The clients of a group, a divisor of their number.
-    packed = max(some for some in range(1, options.packed + 1) if count % some == 0)
-    diagonal = jnp.eye(packed, dtype=kernels.dtype).reshape(1, packed, 1, 1, packed, 1, 1)
-    grouped = kernels.reshape(-1, packed, size, size, 1, channels, features) * diagonal
-    grouped = jnp.moveaxis(grouped, (0, 1), (-3, -2))
-    grouped = grouped.reshape(size, size, packed * channels, count * features)
+    grouped = jnp.moveaxis(kernels, 0, -2).reshape(size, size, channels, count * features)
     inputs = inputs.reshape(*inputs.shape[:-2], -1)
-    maps = convolve_plain(inputs, grouped, options, count // packed)
+    maps = convolve_plain(inputs, grouped, options, count)
     return jnp.moveaxis(maps.reshape(*maps.shape[:-1], count, features), -2, 0)
 
 

@@ -27,9 +27,9 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from jaxfl.backend import Form, backend
 from jaxfl.models import _convolution, _windows
-from jaxfl.models._plain import PACKED, PlainOptions, convolve_grouped, max_pool_2x2
+from jaxfl.models._plain import PlainOptions, convolve_grouped, max_pool_2x2
 
-FORMS: tuple[Form, ...] = ("winograd", "im2col", "grouped", "packed")
+FORMS: tuple[Form, ...] = ("winograd", "im2col", "grouped")
 """Forms that a network from any library can be evaluated in."""
 
 
@@ -44,7 +44,7 @@ def in_form(function: Callable[..., Any], form: Form | None) -> Callable[..., An
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
-        own = backend().convolution if form is None else form
+        own = backend().forms["usual"] if form is None else form
         if own not in FORMS:
             return function(*args)
         # JAX caches traces by function. The new function makes it trace again, because interceptors
@@ -117,8 +117,8 @@ def _apply(equation: Any, inputs: list[_Value], form: Form) -> Sequence[_Value]:
     params = equation.params
     if name == "jit":
         return _interpret(params["jaxpr"], inputs, form)
-    if form in ("grouped", "packed"):
-        maps = _by_grouping(equation, inputs, form)
+    if form == "grouped":
+        maps = _by_grouping(equation, inputs)
         if maps is not None:
             return [maps]
     elif name == "conv_general_dilated" and _is_covered(equation):
@@ -202,7 +202,7 @@ def _batch_minor(mask: Array) -> Array:
 # Grouped convolutions of vectorised clients
 
 
-def _by_grouping(equation: Any, inputs: Sequence[Any], form: Form) -> Array | None:
+def _by_grouping(equation: Any, inputs: Sequence[Any]) -> Array | None:
     """Return the result of a convolution or a max-pool by `jaxfl.models._plain`.
 
     Return None for all other operations, and for convolutions that it does not cover.
@@ -235,8 +235,7 @@ def _by_grouping(equation: Any, inputs: Sequence[Any], form: Form) -> Array | No
     if side == 1:
         x = x[:, ::stride, ::stride]
         stride = 1
-    packed = PACKED if form == "packed" else 1
-    own = PlainOptions(zeros, stride, params["precision"], packed)
+    own = PlainOptions(zeros, stride, params["precision"])
     return convolve_grouped(x, kernel, own).transpose(np.argsort((examples, *maps, features)))
 
 

@@ -4,28 +4,23 @@ Networks with few channels gain most. Every elementwise, pooling and slicing ope
 over a batch of contiguous floats, while channels-last layouts have only 6 to 32 of them.
 Flattening gives the order (channels, H, W), which is PyTorch's.
 
-A convolution has seven forms, which load the same parameters:
+A convolution has six forms, which load the same parameters:
 
 - "winograd": for CPUs. It takes matrix products by minimal filtering, with a differentiation rule
   of its own, in reverse mode only. Below float32 precision it becomes "im2col".
-- "im2col": for CPUs. It is the same without filtering, with one matrix product per pass.
+- "im2col": for GPUs. It is the same without filtering, with one matrix product per pass.
 - "lax": `lax.conv_general_dilated`, channels last, in any mode of differentiation.
-- "grouped": for GPUs. It is "lax", but the gradients of vectorised clients are those of one grouped
-  convolution (`_plain`), in reverse mode only.
-- "packed": for GPUs. It is "grouped", but up to 8 clients share a group of the convolution, whose
-  kernel has theirs on its diagonal. This takes 8 times the operations, in matrix products that fill
-  the tensor cores.
+- "grouped": for residual networks on GPUs. It is "lax", but the gradients of vectorised clients are
+  those of one grouped convolution (`_plain`), in reverse mode only.
 - "blocks": for TPUs. It is "lax", but layers with pooling take a block of 2x2 pixels as one pixel.
   The four places of a pooling window are channels. This takes ((k + 1) / k)^2 times the
   operations, at a quarter of the positions, each with four times the channels.
-- "pallas": for GPUs. A float32 layer with ReLU and pooling is one kernel each way (`_fused`), and
-  any other layer is "grouped". It supports reverse mode only. Other devices interpret the kernel,
-  which is slow. The first layer may read bytes without a conversion.
+- "pallas": for few channels on GPUs. A float32 layer with ReLU and pooling is one kernel each way
+  (`_fused`), and any other layer is "grouped". It supports reverse mode only. Other devices
+  interpret the kernel, which is slow. The first layer may read bytes without a conversion.
 
-A group normalisation has three implementations. The forms "winograd" and "im2col" take a
-batch-minor one (`_group_norm`). The form "pallas" takes one kernel each way (`_fused_norm`), where
-groups have a multiple of 8 channels and maps have a multiple of 64 pixels. These two support
-reverse mode only. All else takes JAX's own operations.
+A group normalisation has two implementations. The forms "winograd" and "im2col" take a batch-minor
+one (`_group_norm`), which supports reverse mode only. All else takes JAX's own operations.
 
 A layer with `sum_grad_squared=True` has the same values and another backward pass. Each parameter
 gets the sum over examples of the *squared* per-example gradient, sum_n (d loss_n / d w)^2. The loss
@@ -46,7 +41,6 @@ from jaxfl.backend import Form
 from jaxfl.models._convolution import ConvolutionOptions, convolve
 from jaxfl.models._group_norm import NormOptions, group_means, normalize
 from jaxfl.models._plain import (
-    PACKED,
     PlainOptions,
     convolve_grouped,
     convolve_plain,
@@ -55,7 +49,7 @@ from jaxfl.models._plain import (
     window_maximum,
 )
 
-PLAIN: tuple[Form, ...] = ("lax", "grouped", "packed", "blocks", "pallas")
+PLAIN: tuple[Form, ...] = ("lax", "grouped", "blocks", "pallas")
 """Forms that compute layers by JAX's own operations wherever no fused kernel applies."""
 
 LARGEST_FUSED = 9
@@ -174,8 +168,7 @@ class Convolution(nn.Module):
                 y, _ = window_maximum(_blocks(x, kernel, padding), (3,))
             else:
                 plain = convolve_plain if self.form in ("lax", "blocks") else convolve_grouped
-                packed = PACKED if self.form == "packed" else 1
-                plain_options = PlainOptions(padding, self.stride, precision, packed)
+                plain_options = PlainOptions(padding, self.stride, precision)
                 y = plain(x.transpose(3, 1, 2, 0), kernel, plain_options)
                 y = max_pool_2x2(y) if self.pool else y
             y = y + bias[None, None, None]
@@ -330,11 +323,6 @@ class GroupNorm(nn.Module):
         options = NormOptions(self.groups, self.epsilon, self.relu, self.sum_grad_squared)
         plain = self.form in PLAIN and not self.sum_grad_squared
         apply = _plain_norm if plain else normalize
-        if plain and self.form == "pallas":
-            # Pallas takes long to import.
-            from jaxfl.models._fused_norm import is_fused, normalize_fused
-
-            apply = normalize_fused if is_fused(x, options) else apply
         # Moments lose too many digits below float32.
         arrays = (x, shortcut, scale, bias)
         maps, shortcut, scale, bias = jax.tree.map(lambda array: array.astype(jnp.float32), arrays)

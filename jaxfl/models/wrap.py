@@ -65,10 +65,11 @@ def from_flax(
         prepare: a function from a stored batch to the module's input, for instance
             `lambda x: x.astype(jnp.int32)` for tokens that are stored as bytes.
         task: the task of the outputs (see `jaxfl.tasks`).
-        form: the form of convolutions and pooling (see `jaxfl.models.layers`). "winograd" and
-            "im2col" suit CPUs. "grouped" and "packed" suit GPUs, for square kernels. Any other form
-            evaluates the module as it is. The default is "winograd" on a CPU, where it is many
-            times as fast, "grouped" on a GPU, and "lax" on a TPU.
+        form: the form of convolutions and pooling (see `jaxfl.models.layers`). "winograd" suits
+            CPUs, where it is many times as fast. On GPUs "im2col" suits networks that pool, and
+            "grouped" suits residual networks with square kernels. Any other form evaluates the
+            module as it is. The default is "winograd" on a CPU, "im2col" on a GPU, and "lax" on a
+            TPU.
         vocabulary: the number of rows of the table that the inputs index. A run raises for inputs
             outside [0, vocabulary). The default is the size of the table that the traced program
             indexes by its unchanged inputs, if there is one.

@@ -11,7 +11,7 @@ from jax import Array
 from jaxtyping import Float, Shaped
 
 from jaxfl._validate import check_choice, check_counts, checked, key_of, show
-from jaxfl.backend import Form, backend
+from jaxfl.backend import Form, Network, backend
 from jaxfl.models._convolution import to_pairs
 from jaxfl.models.layers import Classifier, Convolution, Dense, GroupNorm, as_floats
 from jaxfl.types import Model
@@ -216,7 +216,7 @@ def lenet(input_shape: Shape = (32, 32, 3), classes: int = 10, form: Form | None
     62006
     """
     convolutions = [{"features": n, "size": 5} for n in (6, 16)]
-    return _cnn("lenet", convolutions, (120, 84), input_shape, classes, form)
+    return _cnn("lenet", convolutions, (120, 84), input_shape, classes, form, kind="narrow")
 
 
 @checked(input_shape=_check_shape)
@@ -344,7 +344,7 @@ def resnet20(
         )
     network = functools.partial(_ResNet, (16, 32, 64), 3, groups, classes)
     model = _model_by_form(
-        "resnet20", network, lambda _form, x: _picture_maps(x), input_shape, form
+        "resnet20", network, lambda _form, x: _picture_maps(x), input_shape, form, "residual"
     )
     return model._replace(microbatch="auto")
 
@@ -386,6 +386,7 @@ def _cnn(
     classes: int,
     form: Form | None,
     relu: bool = True,
+    kind: Network = "usual",
 ) -> Model:
     """Return a model of convolutions, dense layers of some widths, and a head."""
     # A product with few outputs is slow. Pairs of columns double them, for (k + 1) / k times the
@@ -414,7 +415,7 @@ def _cnn(
             return _bytes(inputs)
         return _picture_maps(inputs, padding if paired(form) else None)
 
-    return _model_by_form(name, network, prepare, input_shape, form)
+    return _model_by_form(name, network, prepare, input_shape, form, kind)
 
 
 def _with_parts(convolutions: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -438,6 +439,7 @@ def _model_by_form(
     layout: Callable[[Form, Array], Array],
     shape: tuple[int, ...],
     form: Form | None = None,
+    kind: Network = "usual",
 ) -> Model:
     """Return a model of networks that depend on the form.
 
@@ -448,13 +450,14 @@ def _model_by_form(
         layout: a function of the form and a stored batch that returns the module's input.
         shape: the shape of an example.
         form: the form of convolutions. The default is that of the devices of a run.
+        kind: the kind of network, for the default form.
 
     Raises:
         ValueError: a layer gets no input for this shape.
     """
 
     def chosen() -> Form:
-        return backend().convolution if form is None else form
+        return backend().forms[kind] if form is None else form
 
     def prepare(inputs: Array) -> Array:
         return layout(chosen(), inputs)

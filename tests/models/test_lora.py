@@ -214,6 +214,7 @@ def methods(model):
 def test_the_base_is_one_matrix_product_for_all_clients_and_no_constant():
     """In the program: matrices of the base are factors of products without a batch axis, and no client has a copy."""
     algorithm, count = methods(ADAPTED)["dp_fedavg"](), 37
+    lanes = 32  # two standard deviations above 0.6 * 37
     population = freeze(algorithm, place(small_clients((2,) * count), jax.devices()[:1]))
     step = compile_rounds(algorithm, population, chunk=count, segment=1)
     left = initialize(KEY, KEY, algorithm, population)
@@ -222,13 +223,13 @@ def test_the_base_is_one_matrix_product_for_all_clients_and_no_constant():
     products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
     for shape in set(KERNELS.values()):
         kernel = f"tensor<{'x'.join(map(str, shape))}xf32>"
-        assert f"{count}x{kernel[7:]}" not in text, "a copy for each client"
+        assert f"{lanes}x{kernel[7:]}" not in text, "a copy for each client"
         with_base = [line for line in products if kernel in line.split(" : ")[1].split(" -> ")[0]]
         forward = 3 if shape == KERNELS["query"] else 1
         # Each once forward, once backward, which the first layer is spared.
         assert len(with_base) == forward * (1 if shape == KERNELS["embed"] else 2), shape
         assert not any("batching_dims" in line for line in with_base)
-        assert all(f"tensor<{count}x2x4x" in line for line in with_base), (
+        assert all(f"tensor<{lanes}x2x4x" in line for line in with_base), (
             "the inputs of all clients"
         )
 

@@ -70,7 +70,7 @@ def test_forms_agree_in_values_and_gradients(name):
         )(params)
 
     a, da = value(fast)
-    for form in ("im2col", "lax", "grouped", "packed", "blocks"):
+    for form in ("im2col", "lax", "grouped", "blocks"):
         b, db = value(MODELS[name](form=form))
         assert a == pytest.approx(float(b), rel=1e-4, abs=1e-4)
         jax.tree.map(lambda u, v: np.testing.assert_allclose(u, v, rtol=1e-3, atol=1e-4), da, db)
@@ -97,16 +97,14 @@ def test_a_model_without_a_form_has_the_backends(name, monkeypatch):
         "winograd": False, "im2col": False, "lax": True,
     }  # fmt: skip
     for form in get_args(Form):
-        record = backend("cpu")._replace(convolution=form)
+        record = backend("cpu")._replace(forms=dict.fromkeys(backend("cpu").forms, form))
         monkeypatch.setattr("jaxfl.models.zoo.backend", lambda record=record: record)
         assert operations() == expected[form]
 
 
-@pytest.mark.parametrize(
-    "form", [pytest.param("winograd", marks=pytest.mark.slow), "grouped", "packed"]
-)
+@pytest.mark.parametrize("form", [pytest.param("winograd", marks=pytest.mark.slow), "grouped"])
 def test_clients_vectorised_equal_a_loop(form):
-    model, count = digits_cnn(form=form), 10  # two groups of five are packed
+    model, count = digits_cnn(form=form), 10
     params = jax.vmap(model.init)(jax.random.split(jax.random.key(0), count))
     x = jnp.stack([images("digits_cnn", seed=s) for s in range(count)])
 
@@ -166,7 +164,7 @@ def test_convolution_against_numpy():
         expected[:, i, j] = np.einsum("chwn,hwcf->fn", window, kernel) + bias[:, None]
     expected = np.maximum(expected, 0)
     for pool in (False, True):
-        for form in ("winograd", "im2col", "lax", "grouped", "packed", "blocks"):
+        for form in ("winograd", "im2col", "lax", "grouped", "blocks"):
             found = jnp.asarray(
                 Convolution(4, 3, padding=1, pool=pool, form=form).apply(params, jnp.float32(x))
             )
@@ -200,7 +198,7 @@ def test_pooled_maps_that_are_no_number_or_infinite_stay_so():
     np.testing.assert_array_equal(np.asarray(found).ravel(), [np.nan, -np.inf])
 
 
-@pytest.mark.parametrize("form", ["lax", "grouped", "packed", "blocks"])
+@pytest.mark.parametrize("form", ["lax", "grouped", "blocks"])
 def test_pooling_has_second_derivatives(form):
     """Those of the plain maximum, which agrees where no two numbers are equal."""
     params = Convolution(3, 3).init(jax.random.key(0), jnp.zeros((2, 8, 7, 4)))["params"]

@@ -181,24 +181,15 @@ def _result(part: Part, begun: float, config: Config) -> dict[str, Any]:
 
 def parts(tiny: bool) -> dict[str, Part]:
     """Return all parts, the most useful first."""
-    if tiny:
-        few, many, clients, small = _TINY, _TINY, _TINY, _TINY
-    else:
-        few, many, clients, small = 512, 2048, 2048, 256
+    few, clients, small = (_TINY, _TINY, _TINY) if tiny else (512, 2048, 256)
 
-    def of(name: Name, most: int, chunk: int, form: Form | None = None, precision: Any = None):
-        return Part(speed, (name, form, chunk, precision, most))
+    def of(name: Name, chunk: int, form: Form | None = None, precision: Any = None) -> Part:
+        most = min(clients, max(chunk, small)) if name == "resnet20" else clients
+        return Part(speed, (name, form, min(chunk, most), precision, most))
 
-    usual = {
-        f"{name}, chunk {chunk}": of(
-            name, max(chunk, small) if name == "resnet20" else clients, min(chunk, clients)
-        )
-        for name in ("pfl_cnn", "femnist_cnn", "feddpa", "resnet20", "mlp")
-        for chunk in (512, 128)
-    }
     found = {
         "device": Part(device, ()),
-        "lenet, chunk 512": of("lenet", clients, few),
+        "lenet, chunk 512": of("lenet", 512),
         "evaluation": Part(evaluation, (clients,)),
         "correct": Part(correct, ()),
         "lenet, 10,000 clients x 10 steps": Part(ten_steps, (8 if tiny else 10_000, few)),
@@ -208,36 +199,44 @@ def parts(tiny: bool) -> dict[str, Part]:
         ),
         "torch: pfl_cnn": Part(torch_speed, ("pfl_cnn", small, few)),
         "torch: femnist_cnn": Part(torch_speed, ("femnist_cnn", small, few)),
-    } | usual
+    }
+    others: tuple[Name, ...] = ("pfl_cnn", "femnist_cnn", "feddpa", "resnet20", "mlp")
+    for name in others:
+        found[f"{name}, chunk 512"] = of(name, 512)
     found |= {
         "kernels": Part(kernels, ()),
         "torch: mlp": Part(torch_speed, ("mlp", small, few)),
-        "lenet, chunk 2048": of("lenet", clients, many),
-        "lenet, chunk 128": of("lenet", clients, small // 2),
         # The default precision is TF32.
-        "lenet, im2col, chunk 512, bfloat16": of("lenet", clients, few, "im2col", "bfloat16"),
+        "lenet, im2col, chunk 512, bfloat16": of("lenet", 512, "im2col", "bfloat16"),
     }
     # A CPU would take minutes for these.
-    slow: dict[Name, tuple[Form, ...]] = {
+    if not tiny:
+        found |= _other_chunks_and_forms(of)
+    found |= {
+        "lenet, im2col, chunk 512, float32": of("lenet", 512, "im2col", "float32"),
+        "population": Part(population, (1000 if tiny else 1_000_000,)),
+        "out of memory": Part(out_of_memory, (clients if tiny else 32_768,)),
+    }
+    profiled: tuple[Name, ...] = ("lenet", *others)
+    for name in profiled[-1:] if tiny else profiled:
+        found[f"profile: {name}"] = Part(profile, (name, small, small // 2))
+    return found
+
+
+def _other_chunks_and_forms(of: Callable[..., Part]) -> dict[str, Part]:
+    """Return parts that decide on the default chunk and forms. `of` makes a part."""
+    found = {"lenet, chunk 2048": of("lenet", 2048)}
+    forms: dict[Name, tuple[Form, ...]] = {
         "lenet": ("im2col", "grouped", "blocks", "lax"),
         "feddpa": ("grouped", "pallas"),
         "femnist_cnn": ("grouped", "lax"),
         "pfl_cnn": ("grouped", "lax"),
         "resnet20": ("im2col", "lax"),
     }
-    for name, others in slow.items():
-        for form in () if tiny else others:
-            most = small if name == "resnet20" else clients
-            found[f"{name}, {form}, chunk 128"] = of(name, most, small // 2, form)
-    found |= {
-        "lenet, im2col, chunk 512, float32": of("lenet", clients, few, "im2col", "float32"),
-        "population": Part(population, (1000 if tiny else 1_000_000,)),
-        "out of memory": Part(out_of_memory, (clients if tiny else 32_768,)),
-    }
-    deep: tuple[Name, ...] = ("lenet", "pfl_cnn", "femnist_cnn", "feddpa", "resnet20")
-    profiled: tuple[Name, ...] = ("mlp",) if tiny else ("mlp", *deep)
-    for name in profiled:
-        found[f"profile: {name}"] = Part(profile, (name, small, small // 2))
+    for name, others in forms.items():
+        found[f"{name}, chunk 128"] = of(name, 128)
+        for form in others:
+            found[f"{name}, {form}, chunk 128"] = of(name, 128, form)
     return found
 
 
@@ -308,6 +307,9 @@ def kernels() -> dict[str, Any]:
     """
     inputs, found = jax.random.bits(jax.random.key(0), (32, 8, 8, 1), "uint8"), {}
     for form in get_args(Form):
+        if form == "pallas" and jax.default_backend() == "cpu":
+            # A CPU would interpret the kernels.
+            continue
         model = digits_cnn(form=form)
 
         def loss(params: Any, model: Model = model) -> jax.Array:

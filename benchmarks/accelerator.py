@@ -115,14 +115,18 @@ def main(config: Config) -> None:
                 results[running[future]] = found = future.result()
                 kept = {name: results[name] for name in whole if name in results}
                 write_json(config.out / "accelerator.json", report(kept) | {"tiny": config.tiny})
-                told = ", ".join(
-                    f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-                    for key, value in found.items()
-                )
-                print(f"{running[future]}: {told}", flush=True)
+                print(f"{running[future]}: {_line(found)}", flush=True)
         finally:
             # No other part starts after Ctrl-C.
             pool.shutdown(cancel_futures=True)
+
+
+def _line(found: dict[str, Any]) -> str:
+    """Return the values of a part in one line."""
+    return ", ".join(
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in found.items()
+    )
 
 
 def report(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -154,7 +158,7 @@ _TURN = "BENCHMARK_TURN"
 
 
 @contextlib.contextmanager
-def _device(alone: bool) -> Iterator[None]:
+def _hold_device(alone: bool) -> Iterator[None]:
     """Wait until no other part uses the device, or, with `alone=False`, until none measures."""
     with open(os.environ[_TURN], "rb") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
@@ -244,7 +248,7 @@ def device() -> dict[str, Any]:
     """Describe the device, and measure the rates of a matrix product and of a copy."""
     here = place(clients_of(*examples_of(_lenet(1))), jax.devices()[:1])
     memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-    with _device(alone=True):
+    with _hold_device(alone=True):
         return machine() | {"memory": memory} | _peaks(here)
 
 
@@ -271,7 +275,7 @@ def evaluation(clients: int) -> dict[str, Any]:
     )
     center, states = initialize(key, key, algorithm, where)
     score = compile_evaluation(algorithm, where, chunk=min(128, clients))
-    with _device(alone=False):
+    with _hold_device(alone=False):
         scores = jax.device_get(score(key, center.server, states))
     return {"finite": bool(np.isfinite(scores["loss"]).all()), "clients": len(scores["loss"])}
 
@@ -289,7 +293,7 @@ def correct() -> dict[str, Any]:
         if method is not fedavg:
             options |= {"clip": 1.0, "noise_multiplier": 0.0, "sampling": Poisson(0.7)}
         results = []
-        with jax.default_matmul_precision("float32"), _device(alone=False):
+        with jax.default_matmul_precision("float32"), _hold_device(alone=False):
             for device, chunk in ((jax.devices("cpu")[0], 1), (jax.devices()[0], 4)):
                 here: dict[str, Any] = {"devices": [device], "chunk": chunk, "progress": False}
                 run = simulate(0, method(model, **options), clients, rounds=2, **here)
@@ -315,7 +319,7 @@ def kernels() -> dict[str, Any]:
         def loss(params: Any, model: Model = model) -> jax.Array:
             return jnp.sum(jnp.sin(model.apply(params, model.prepare(inputs))))
 
-        with jax.default_matmul_precision("float32"), _device(alone=False):
+        with jax.default_matmul_precision("float32"), _hold_device(alone=False):
             gradients = jax.jit(jax.vmap(jax.grad(loss)))(
                 jax.vmap(model.init)(jax.random.split(jax.random.key(0), 3))
             )
@@ -356,11 +360,11 @@ def speed(
 
 def _measured(work: Workload, algorithm: Algorithm, chunk: int) -> dict[str, Any]:
     where = place(clients_of(*examples_of(work)), jax.devices()[:1])
-    with _device(alone=False):
+    with _hold_device(alone=False):
         compiled = compile_round(algorithm, where, chunk)
     steps, blocks = blocks_of(work.examples, work.batch_size)[::-1]
     cost = step_cost(compiled.text(), (steps, blocks))
-    with _device(alone=True):
+    with _hold_device(alone=True):
         turns = in_turn({"round": compiled.run}, 1 if work.clients <= _TINY else 5)["round"]
         peaks = _peaks(where)
     seconds = float(np.median(turns))
@@ -397,7 +401,7 @@ def pfl_cifar10(rounds: int, clients: int) -> dict[str, Any]:
     local = LocalSGD(optax.sgd(0.1), work.batch_size)
     algorithm = fedavg(model_of(work), local=local, mechanism=Mechanism(sampling=sampling))
     data = clients_of(*examples_of(work), tests=10)
-    with _device(alone=True):
+    with _hold_device(alone=True):
         begun = time.perf_counter()
         simulate(0, algorithm, data, rounds=rounds, progress=False)
         seconds = time.perf_counter() - begun
@@ -409,9 +413,9 @@ def population(number: int) -> dict[str, Any]:
     model, sampling = mlp((8, 8, 1), hidden=(200, 64)), Poisson(min(1.0, 1000 / number))
     algorithm = centaur(model, sampling=sampling, clip=1.0, noise_multiplier=1.0)
     where = place(make(number, 20))
-    with _device(alone=False):
+    with _hold_device(alone=False):
         compiled = compile_round(algorithm, where, 128)
-    with _device(alone=True):
+    with _hold_device(alone=True):
         seconds = medians(in_turn({"round": compiled.run}, 3))["round"]
     return {"compile_s": compiled.compile_s, "round_s": seconds}
 
@@ -425,7 +429,7 @@ def out_of_memory(chunk: int) -> dict[str, Any]:
         jax.random.key(0),
     )
     arguments = (key, 0, 1, *initialize(key, key, algorithm, where))
-    with _device(alone=True):
+    with _hold_device(alone=True):
         left = fitting(rounds_of(algorithm, where), chunk, arguments).chunk
     return {"asked": chunk, "chunk": left}
 
@@ -455,7 +459,7 @@ def torch_speed(name: Name, clients: int, chunk: int) -> dict[str, Any]:
         "loop": timed(pytorch.fedavg_round),
         "vmap": timed(pytorch.vmapped_round, chunk=chunk),
     }
-    with _device(alone=True):
+    with _hold_device(alone=True):
         seconds = medians(in_turn(rounds, 3))
     return {f"{kind}_clients_per_s": clients / value for kind, value in seconds.items()}
 
@@ -464,9 +468,9 @@ def profile(name: Name, clients: int, chunk: int) -> dict[str, Any]:
     """Return the percentages of the device's time that the longest kernels of a round take."""
     work = _of(name, clients)
     where = place(clients_of(*examples_of(work)), jax.devices()[:1])
-    with _device(alone=False):
+    with _hold_device(alone=False):
         compiled = compile_round(algorithm_of(work), where, chunk)
-    with _device(alone=True), tempfile.TemporaryDirectory() as folder:
+    with _hold_device(alone=True), tempfile.TemporaryDirectory() as folder:
         compiled.run()
         with jax.profiler.trace(folder):
             compiled.run()

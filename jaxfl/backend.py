@@ -8,7 +8,7 @@ import os
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jaxlib.version
@@ -60,7 +60,7 @@ _CPU = Backend(
     devices=min(16, cores()),
     chunk=1,
     chunks=(1, 8, 32, 128, 512),
-    forms={"usual": "winograd", "narrow": "winograd", "residual": "winograd"},
+    forms=dict.fromkeys(get_args(Network), "winograd"),
     joined=False,
     few_kernels=False,
     microbatch=8,
@@ -98,7 +98,7 @@ _GPU = Backend(
 # do not.
 _TPU = _GPU._replace(
     chunk="auto",
-    forms={"usual": "blocks", "narrow": "blocks", "residual": "blocks"},
+    forms=dict.fromkeys(get_args(Network), "blocks"),
     chunks=(64, 128, 512),
     few_kernels=False,
 )

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from algorithms_table import ALGORITHMS, small_clients
+from algorithms_table import ALGORITHMS, MODEL, small_clients
 
 from jaxfl.algorithms import fedavg
 from jaxfl.backend import backend
@@ -137,7 +137,7 @@ def test_a_run_whose_memory_ends_goes_on_with_half_the_chunk(
     expected, rounds, seen = run(1, eval_every=1), runner.rounds, []
     donated = 2 if states == "device" else 1
     breaking_above(2, monkeypatch, after=2, donated=donated)  # to see whether it fits, and round 1
-    monkeypatch.setattr("jaxfl.run.simulate._CHECKPOINT_SECONDS", -1.0)
+    monkeypatch.setattr("jaxfl.run.observers._CHECKPOINT_SECONDS", -1.0)
     monkeypatch.setattr(
         runner,
         "rounds",
@@ -240,3 +240,20 @@ def test_a_chunk_is_no_larger_than_a_usual_cohort():
     assert program(FixedSize(3), 8) == program(FixedSize(3), 3) != program(FixedSize(3), 2)
     # 12 coins of 1/4 have a mean of 3, and two standard deviations of at most 3.5 above it.
     assert program(Poisson(0.25), 8) == program(Poisson(0.25), 7) != program(Poisson(0.25), 6)
+
+
+def test_no_chunk_above_a_usual_cohort_is_tried(compiled):
+    """Chunks of 1 and 4 are candidates. Four lanes hold cohorts of 4, but not of 3."""
+    for size, tried in ((3, [1]), (4, [1, 4])):
+        compiled.clear()
+        method = fedavg(MODEL, mechanism=Mechanism(sampling=FixedSize(size)))
+        simulate(
+            KEY,
+            method,
+            small_clients(),
+            rounds=1,
+            chunk="auto",
+            devices=jax.devices()[:1],
+            progress=False,
+        )
+        assert compiled == tried

@@ -251,7 +251,12 @@ def freeze(algorithm: Algorithm | Points, population: Population) -> Population:
 
 def _frozen_of(algorithm: Algorithm | Points) -> Tree:
     """Return the frozen weights of the model, which are the same for all points."""
-    if isinstance(algorithm, Points):
-        first = {name: float(column[0]) for name, column in algorithm.values.items()}
-        algorithm = algorithm.build(**first)
-    return algorithm.model.frozen
+    return first_of(algorithm).model.frozen
+
+
+def first_of(algorithm: Algorithm | Points) -> Algorithm:
+    """Return the algorithm, or that of the first point."""
+    if isinstance(algorithm, Algorithm):
+        return algorithm
+    values = {name: float(column[0]) for name, column in algorithm.values.items()}
+    return algorithm.build(**values)

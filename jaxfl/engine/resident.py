@@ -13,8 +13,8 @@ from jaxfl.engine.chunk import Program, choose, halved
 from jaxfl.engine.evaluate import PerClient, compile_evaluation
 from jaxfl.engine.memo import described, key_of_method, remembered
 from jaxfl.engine.mesh import Population, everywhere, place
-from jaxfl.engine.program import Points, compile_init, compile_rounds, freeze
-from jaxfl.engine.round import Keys, Records
+from jaxfl.engine.program import Points, compile_init, compile_rounds, first_of, freeze
+from jaxfl.engine.round import Keys, Records, useful_lanes
 from jaxfl.engine.states import States
 from jaxfl.types import Algorithm, Clients, Tree
 
@@ -94,7 +94,10 @@ class Resident:
             facts: Everything that a cached choice depends on in addition to shapes and devices.
         """
         mesh = self.population.mesh
-        most = self.population.clients.number // mesh.size
+        most = min(
+            self.population.clients.number // mesh.size,
+            useful_lanes(first_of(self.algorithm).mechanism.sampling, self.population),
+        )
         self.program = choose(self._build, self.chunk, most, self._arguments(0, 1), mesh, facts)
         self._evaluated_chunk = self.program.chunk
         return self.program

@@ -285,7 +285,7 @@ def _cohort(
     representation = algorithm.mechanism.representation
     count = slots.ids.shape[0]
     most = algorithm.mechanism.sampling.most(population.number)
-    chunk = min(chunk, count, _lanes(algorithm.mechanism.sampling, population))
+    chunk = min(chunk, count, useful_lanes(algorithm.mechanism.sampling, population))
     chunks = -(-jnp.sum(slots.sampled) // chunk)
     padded = -(-count // chunk) * chunk
     (order,) = jnp.nonzero(slots.sampled, size=padded, fill_value=count)
@@ -343,7 +343,7 @@ def _cohort(
     return sums._replace(given=sums.given._replace(rows=rows)), states
 
 
-def _lanes(sampling: Sampling, population: Population) -> int:
+def useful_lanes(sampling: Sampling, population: Population) -> int:
     """Return the largest useful number of clients vectorised at a time on a device.
 
     It is two standard deviations above the mean number of a device's participants, so that a round

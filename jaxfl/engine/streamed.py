@@ -29,7 +29,16 @@ from jaxfl.engine.evaluate import PerClient, compile_evaluation
 from jaxfl.engine.memo import described, key_of_arrays, key_of_method, remembered
 from jaxfl.engine.mesh import Population, mesh_of, sized
 from jaxfl.engine.program import compile_for, first_states, freeze, states_in_rows
-from jaxfl.engine.round import Center, Keys, Records, Sums, add_participants, draw, finish_round
+from jaxfl.engine.round import (
+    Center,
+    Keys,
+    Records,
+    Sums,
+    add_participants,
+    draw,
+    finish_round,
+    useful_lanes,
+)
 from jaxfl.engine.state_file import Store
 from jaxfl.engine.states import States
 from jaxfl.privacy.mechanisms.gaussian import Cohort
@@ -315,7 +324,8 @@ class Stream:
             states,
         )
         mesh = self.population.mesh
-        most = self.slots // mesh.size
+        usual = useful_lanes(self.algorithm.mechanism.sampling, self.population)
+        most = min(self.slots // mesh.size, usual)
         self.program = choose(self._build, self.chunk, most, arguments, mesh, ("streamed", *facts))
         self._evaluated_chunk = self.program.chunk
         return self.program

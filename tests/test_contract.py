@@ -20,7 +20,8 @@ from jaxfl.privacy.accounting import epsilon, planned_ledger
 from jaxfl.privacy.clip import clip
 from jaxfl.privacy.mechanisms import Mechanism, PrivateMask
 from jaxfl.privacy.sampling import Full
-from jaxfl.run.simulate import _Run, simulate
+from jaxfl.run.loop import Loop
+from jaxfl.run.simulate import simulate
 from jaxfl.types import Algorithm, Lists
 
 KEY = jax.random.key(7)
@@ -249,9 +250,9 @@ def test_resume_is_bit_identical(name, tmp_path, monkeypatch):
         "progress": False,
     }
     whole = simulate(KEY, algorithm, clients, **options)
-    monkeypatch.setattr("jaxfl.run.simulate._CHECKPOINT_SECONDS", -1.0)
+    monkeypatch.setattr("jaxfl.run.observers._CHECKPOINT_SECONDS", -1.0)
     with monkeypatch.context() as patch:
-        patch.setattr(_Run, "_evaluate", _dies_in_round(ROUNDS + 1))
+        patch.setattr(Loop, "_evaluate", _dies_in_round(ROUNDS + 1))
         with pytest.raises(RuntimeError, match="killed"):
             simulate(KEY, algorithm, clients, folder=tmp_path, **options)
     resumed = simulate(KEY, algorithm, clients, folder=tmp_path, **options)
@@ -262,7 +263,7 @@ def test_resume_is_bit_identical(name, tmp_path, monkeypatch):
 
 
 def _dies_in_round(number):
-    original = _Run._evaluate
+    original = Loop._evaluate
 
     def evaluate(self):
         if self.done == number:

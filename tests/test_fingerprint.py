@@ -159,7 +159,7 @@ def test_another_run_is_refused_and_what_differs_is_named(name, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"chunk": 2}, {"chunk": "auto"}, {"progress": True}])
 def test_the_same_run_is_read_whatever_its_speed(options, folder, monkeypatch):
-    monkeypatch.setattr("jaxfl.run.simulate._Run._evaluate", None)  # nothing is computed
+    monkeypatch.setattr("jaxfl.run.loop.Loop._evaluate", None)  # nothing is computed
     assert run(folder, **options).restored == 2
 
 

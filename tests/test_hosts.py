@@ -25,7 +25,7 @@ from jaxfl.data import shard
 from jaxfl.engine.mesh import place
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy import Canaries
-from jaxfl.run.simulate import _Run
+from jaxfl.run.loop import Loop
 
 KEY = jax.random.key(3)
 
@@ -105,15 +105,15 @@ def program(folder, *options):
         return
     if "die" in options:
         patch = pytest.MonkeyPatch()
-        patch.setattr("jaxfl.run.simulate._CHECKPOINT_SECONDS", -1.0)
-        record = _Run._record
+        patch.setattr("jaxfl.run.observers._CHECKPOINT_SECONDS", -1.0)
+        record = Loop._record
 
         def die(run, *arguments):
             if run.done == 2 and jax.process_index() == jax.process_count() - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             record(run, *arguments)
 
-        patch.setattr(_Run, "_record", die)
+        patch.setattr(Loop, "_record", die)
     found = results(folder=folder)
     if "sweep" in options:
         found += sweep_results()

@@ -49,8 +49,8 @@ def never_runs(monkeypatch):
     def start(*arguments):
         raise Reached
 
-    monkeypatch.setattr("jaxfl.run.simulate.Resident", start)
-    monkeypatch.setattr("jaxfl.run.simulate.Stream", start)
+    monkeypatch.setattr("jaxfl.run.execute.Resident", start)
+    monkeypatch.setattr("jaxfl.run.execute.Stream", start)
 
 
 def refused(call, *, named, value=None):

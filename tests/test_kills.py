@@ -27,7 +27,7 @@ from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Poisson
 from jaxfl.run import report
-from jaxfl.run.simulate import _Run
+from jaxfl.run.loop import Loop
 
 KINDS = ("device", "host", "sweep", "processes")
 ROUNDS, KILLS = 24, int(os.environ.get("JAXFL_KILLS", "1"))
@@ -51,9 +51,9 @@ def method(clip=CLIP):
 def program(kind, folder):
     """Run, say every round, and write server and states beside the reports."""
     patch = pytest.MonkeyPatch()
-    patch.setattr("jaxfl.run.simulate._SEGMENT_SECONDS", 0.0)
-    patch.setattr("jaxfl.run.simulate._CHECKPOINT_SECONDS", 0.1)
-    record, folder = _Run._record, pathlib.Path(folder)
+    patch.setattr("jaxfl.run.loop._SEGMENT_SECONDS", 0.0)
+    patch.setattr("jaxfl.run.observers._CHECKPOINT_SECONDS", 0.1)
+    record, folder = Loop._record, pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{jax.process_index()}.pid").write_text(str(os.getpid()))
 
@@ -61,7 +61,7 @@ def program(kind, folder):
         record(run, *arguments)
         print("round", run.done, flush=True)
 
-    patch.setattr(_Run, "_record", say)
+    patch.setattr(Loop, "_record", say)
     key, clients = jax.random.key(3), small_clients()
     if kind == "sweep":
         results = sweep(key, method, {"clip": [0.1, CLIP]}, clients, folder=folder, **SETTING)

@@ -37,8 +37,8 @@ from jaxfl.privacy.sampling import (
     MinSeparation,
     Poisson,
 )
+from jaxfl.run.loop import Loop
 from jaxfl.run.randomness import SecretBits, Streams, check_apart
-from jaxfl.run.simulate import _Run
 from jaxfl.types import ClientData
 
 KEY = jax.random.key(3)
@@ -257,8 +257,8 @@ def test_a_run_of_secret_noise_goes_on_bit_identically(tmp_path, store, monkeypa
     whole = simulate(
         KEY, algorithm, clients, folder=tmp_path / "a", states=store, secret_noise=True, **options
     )
-    monkeypatch.setattr("jaxfl.run.simulate._CHECKPOINT_SECONDS", -1.0)
-    original = _Run._evaluate
+    monkeypatch.setattr("jaxfl.run.observers._CHECKPOINT_SECONDS", -1.0)
+    original = Loop._evaluate
     with monkeypatch.context() as patch:
 
         def evaluate(self):
@@ -266,7 +266,7 @@ def test_a_run_of_secret_noise_goes_on_bit_identically(tmp_path, store, monkeypa
             if self.done == 3:
                 raise RuntimeError("killed")
 
-        patch.setattr(_Run, "_evaluate", evaluate)
+        patch.setattr(Loop, "_evaluate", evaluate)
         with pytest.raises(RuntimeError, match="killed"):
             simulate(
                 KEY,
@@ -427,7 +427,7 @@ def test_a_run_that_died_before_its_first_checkpoint_has_its_noise_again(tmp_pat
         raise RuntimeError("died")
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Run, "go", die)
+        patch.setattr(Loop, "go", die)
         with pytest.raises(RuntimeError, match="died"):
             short(tmp_path)
     secret = (tmp_path / "noise.key").read_bytes()

@@ -24,7 +24,8 @@ from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Full, Poisson
 from jaxfl.run import report
-from jaxfl.run.simulate import _Run, simulate, sweep
+from jaxfl.run.loop import Loop
+from jaxfl.run.simulate import simulate, sweep
 from jaxfl.types import Lists
 
 KEY = jax.random.key(1)
@@ -76,14 +77,14 @@ def test_another_run_in_the_folder_is_refused(tmp_path):
 
 def test_a_finished_run_is_not_run_again(tmp_path, monkeypatch):
     first = quiet(ALGORITHMS["fedavg"](), small_clients(), folder=tmp_path)
-    monkeypatch.setattr("jaxfl.run.simulate._Run._evaluate", None)
+    monkeypatch.setattr("jaxfl.run.loop.Loop._evaluate", None)
     again = quiet(ALGORITHMS["fedavg"](), small_clients(), folder=tmp_path)
     assert first.metrics == again.metrics
     np.testing.assert_array_equal(first.scores["accuracy"], again.scores["accuracy"])
 
 
 def test_nonfinite_server_stops_with_the_round_and_keeps_the_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxfl.run.simulate._CHECKPOINT_SECONDS", -1.0)
+    monkeypatch.setattr("jaxfl.run.observers._CHECKPOINT_SECONDS", -1.0)
     base = fedavg(
         MODEL,
         local=LocalSGD(optax.sgd(0.1)),
@@ -210,17 +211,19 @@ sys.path.insert(0, sys.argv[2])
 import conftest, jax
 from jaxfl.cli import in_one_line
 from test_simulation import OPTIONS, interruptible
-from jaxfl.run.simulate import _Run, simulate
+from jaxfl.run import loop, observers
+from jaxfl.run.loop import Loop
+from jaxfl.run.simulate import simulate
 
-simulation = sys.modules["jaxfl.run.simulate"]
-simulation._SEGMENT_SECONDS, simulation._CHECKPOINT_SECONDS = 0.0, 0.3
-record = _Run._record
+loop._SEGMENT_SECONDS = 0.0
+observers._CHECKPOINT_SECONDS = 0.3
+record = Loop._record
 
 def slowly(self, *args):
     time.sleep(0.2)
     record(self, *args)
 
-_Run._record = slowly
+Loop._record = slowly
 sys.excepthook = in_one_line
 simulate(jax.random.key(1), *interruptible(), folder=sys.argv[1], progress=False, **OPTIONS)
 """
@@ -309,14 +312,14 @@ def test_a_run_stopped_after_every_round_leaves_the_files_of_one_that_was_not(
     )
     options: dict[str, Any] = {"rounds": 6, "eval_every": 5}
     quiet(*arguments, folder=tmp_path / "whole", **options)
-    record = _Run._record
+    record = Loop._record
 
     def stop(run, *given):
         record(run, *given)
         signal.raise_signal(signal.SIGTERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Run, "_record", stop)
+        patch.setattr(Loop, "_record", stop)
         for done in range(1, 6):
             with pytest.raises(
                 KeyboardInterrupt,
@@ -358,7 +361,7 @@ def test_an_interrupt_during_compilation_leaves_a_folder_to_start_in(store, tmp_
 
 def test_without_a_folder_an_interrupt_says_that_nothing_is_kept(monkeypatch):
     monkeypatch.setattr(
-        _Run, "_record", lambda *_: signal.raise_signal(signal.SIGINT) or signal.raise_signal(2)
+        Loop, "_record", lambda *_: signal.raise_signal(signal.SIGINT) or signal.raise_signal(2)
     )
     with pytest.raises(
         KeyboardInterrupt, match="stopped after round 0 of 2; nothing is kept without a folder"

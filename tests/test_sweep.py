@@ -149,7 +149,7 @@ def test_a_stopped_sweep_goes_on_bit_identically(tmp_path, monkeypatch):
         {"noise_multiplier": [1.0, 2.0]},
     )
     whole = sweep(KEY, build, values, small_clients(), folder=tmp_path / "whole", **SETTING)
-    monkeypatch.setattr("jaxfl.run.simulate._CHECKPOINT_SECONDS", -1.0)
+    monkeypatch.setattr("jaxfl.run.observers._CHECKPOINT_SECONDS", -1.0)
     with monkeypatch.context() as patch:
         patch.setattr("jaxfl.run.recorder.Journal.evaluated", _interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -196,7 +196,7 @@ def test_many_points_have_no_pictures(tmp_path, monkeypatch):
         {"noise_multiplier": [1.0, 2.0]},
     )
     for most in (1, 2):
-        monkeypatch.setattr("jaxfl.run.simulate._PICTURES", most)
+        monkeypatch.setattr("jaxfl.run.execute._PICTURES", most)
         sweep(KEY, build, values, small_clients(), folder=tmp_path / str(most), **SETTING)
     assert not list((tmp_path / "1").rglob("curves.png"))
     assert len(list((tmp_path / "2").rglob("curves.png"))) == 2

@@ -33,7 +33,7 @@ from jaxfl.algorithms import (
 from jaxfl.engine.mesh import place
 from jaxfl.engine.program import compile_rounds, initialize
 from jaxfl.privacy import Full, Krum, Mechanism, Median, TrimmedMean
-from jaxfl.run.simulate import _Run
+from jaxfl.run.loop import Loop
 from jaxfl.types import Message
 
 KEY = jax.random.key(12)
@@ -227,8 +227,8 @@ def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
     options = RUN | {"eval_every": 1}
     method = nested()
     whole = simulate(KEY, method, small_clients(), **options)
-    monkeypatch.setattr("jaxfl.run.simulate._CHECKPOINT_SECONDS", -1.0)
-    evaluate = _Run._evaluate
+    monkeypatch.setattr("jaxfl.run.observers._CHECKPOINT_SECONDS", -1.0)
+    evaluate = Loop._evaluate
 
     def dies(self):
         if self.done == 2:
@@ -236,7 +236,7 @@ def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
         evaluate(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Run, "_evaluate", dies)
+        patch.setattr(Loop, "_evaluate", dies)
         with pytest.raises(RuntimeError, match="killed"):
             simulate(KEY, method, small_clients(), folder=tmp_path, **options)
     resumed = simulate(KEY, method, small_clients(), folder=tmp_path, **options)

@@ -1,0 +1,190 @@
+"""Execution of a plan: its folder, its engine and its records, then its loop, then its results."""
+
+import json
+import os
+import pathlib
+from collections.abc import Sequence
+
+import jax
+
+from jaxfl.callbacks import Callback, entered
+from jaxfl.engine import processes
+from jaxfl.engine.program import Points
+from jaxfl.engine.resident import Resident
+from jaxfl.engine.round import Keys
+from jaxfl.engine.streamed import Stream
+from jaxfl.run import report, signals
+from jaxfl.run.checkpoint import Checkpoints
+from jaxfl.run.health import Watch
+from jaxfl.run.lock import Lock
+from jaxfl.run.loop import SEGMENT_ROUNDS, Loop
+from jaxfl.run.observers import Bar, Callbacks, Health, Saver
+from jaxfl.run.plan import Engine, RunPlan
+from jaxfl.run.recorder import EvaluationSchedule, Journal, Result
+from jaxfl.types import Tree
+
+_PICTURES = 20
+"""Number of points of a sweep up to which each has a picture. One takes a third of a second."""
+
+
+def execute(
+    plan: RunPlan,
+    lock: Lock,
+    folders: Sequence[pathlib.Path | None],
+    callbacks: Sequence[Callback] = (),
+) -> list[Result]:
+    """Run a plan until its last round, or until something stops it, and write the reports.
+
+    Args:
+        plan: The plan.
+        lock: Lock of the run's folder.
+        folders: Folder of the reports of the run, or of each point. None writes nothing.
+        callbacks: Callbacks of the run.
+    """
+    settings = plan.settings
+    _prepare(plan, lock, folders)
+    loop = _begun(plan, lock, folders)
+    shown = settings.progress and jax.process_index() == 0
+    if loop.restored and loop.checkpoints is not None:
+        what_follows = "nothing is computed" if loop.finished else "resuming"
+        read = f"round {loop.done} of {settings.rounds} read from {loop.checkpoints.newest()}"
+        report.tell(f"{plan.name}: {read}; {what_follows}", shown)
+    with entered(callbacks):
+        return _finish(loop, callbacks, shown)
+
+
+def _finish(loop: Loop, callbacks: Sequence[Callback], shown: bool) -> list[Result]:
+    """Run a loop to its end, and write the reports even if an error stops the loop."""
+    plan = loop.plan
+    settings = plan.settings
+    watch = Watch(plan.name, plan.clients, plan.algorithms, public=settings.report == "public")
+    bar = report.progress_bar(plan.name, settings.rounds, shown and not loop.finished, loop.done)
+    try:
+        with bar as update, signals.deferred() as asked:
+            observers = [Health(watch), Callbacks(callbacks), Bar(update), Saver()]
+            try:
+                loop.go(observers, asked)
+            except KeyboardInterrupt:
+                raise signals.stopped(asked(), loop.where()) from None
+    except Exception as error:
+        if loop.checkpoints is not None:
+            error.add_note(_how_to_go_on(loop.done, loop.checkpoints.newest()))
+        raise
+    finally:
+        # A run that an error stops has reports too, of the rounds so far.
+        scores = loop.canary_scores()
+        results = [journal.finish(loop.done, own) for journal, own in zip(loop.journals, scores)]
+        watch.end(loop.records)
+    return _with_states(results, loop)
+
+
+def _prepare(plan: RunPlan, lock: Lock, folders: Sequence[pathlib.Path | None]) -> None:
+    """Make the run's folder, or empty it if the run starts over."""
+    if lock.folder is None:
+        return
+    lock.folder.mkdir(parents=True, exist_ok=True)
+    report.check_names(lock.folder, [path for path in folders if path is not None])
+    if plan.settings.resume == "never":
+        lock.take(shared=False)
+        report.clear(lock.folder, plan.points is not None)
+
+
+def _begun(plan: RunPlan, lock: Lock, folders: Sequence[pathlib.Path | None]) -> Loop:
+    """Return the loop of a plan at its first round, or where the run in the folder stopped."""
+    settings = plan.settings
+    folder = lock.folder
+    _, key_of_rounds, _ = plan.keys
+    bits = settings.streams.bits(plan.key, folder)
+    keys = settings.streams.keys(key_of_rounds, bits)
+    engine = _engine(plan, keys, folder)
+    schedule = plan.schedule(engine)
+    writes = jax.process_index() == 0 and folder is not None and os.access(folder, os.W_OK)
+    own = folders if writes else [None] * len(folders)
+    journals = _journals(plan, engine, schedule, own)
+    if folder is None and jax.process_count() == 1:
+        return Loop(plan, engine, journals, None)
+    # Several processes must be one run, even if they have no folder.
+    facts = plan.facts(engine) | settings.streams.facts(keys)
+    shared = facts | schedule._asdict()
+    processes.agree({name: json.dumps(fact) for name, fact in shared.items()})
+    if folder is None:
+        return Loop(plan, engine, journals, None)
+    checkpoints = Checkpoints(folder / report.CHECKPOINTS, facts, schedule)
+    loop = Loop(plan, engine, journals, checkpoints)
+    if settings.resume == "never":
+        checkpoints.clear()
+    else:
+        _resume(loop, checkpoints, lock)
+    if loop.done == 0:
+        bits.begin(facts)
+    return loop
+
+
+def _engine(plan: RunPlan, keys: Keys, folder: pathlib.Path | None) -> Engine:
+    """Return the engine of a plan, with the client states where the plan puts them."""
+    settings = plan.settings
+    method = plan.method
+    init_key, _, _ = plan.keys
+    devices = settings.devices
+    chunk = settings.first_chunk
+    if isinstance(method, Points) or settings.states == "device":
+        return Resident(init_key, keys, method, plan.clients, devices, chunk, SEGMENT_ROUNDS)
+    states = None if folder is None else folder / report.STATES
+    return Stream(init_key, keys, method, plan.clients, devices, chunk, states)
+
+
+def _journals(
+    plan: RunPlan,
+    engine: Engine,
+    schedule: EvaluationSchedule,
+    folders: Sequence[pathlib.Path | None],
+) -> list[Journal]:
+    """Return an empty journal of the run, or of each point."""
+    settings = plan.settings
+    # All points have the same shapes of records.
+    record = engine.record()
+    facts = settings.streams.describe(plan.key) | {"stateful": engine.stateful}
+    return [
+        Journal(
+            algorithm,
+            plan.clients,
+            schedule,
+            record,
+            folder,
+            public=settings.report == "public",
+            facts=facts,
+            pictures=len(plan.algorithms) <= _PICTURES,
+        )
+        for algorithm, folder in zip(plan.algorithms, folders, strict=True)
+    ]
+
+
+def _resume(loop: Loop, checkpoints: Checkpoints, lock: Lock) -> None:
+    """Resume from the folder if it holds a state. A finished run is only read."""
+    lock.take(shared=checkpoints.ends(loop.plan.settings.rounds))
+    loop.restore()
+    # A run may be unfinished because its newest checkpoint is damaged.
+    if not loop.finished:
+        lock.take(shared=False)
+
+
+def _how_to_go_on(done: int, newest: str) -> str:
+    """Return the note of an error that ends a run with a folder."""
+    note = f"stopped after round {done}; the last checkpoint is {newest}"
+    if jax.process_count() == 1:
+        return note
+    process = f"process {jax.process_index()} of {jax.process_count()}"
+    return f"{process} {note}: start all processes again to resume from it"
+
+
+def _with_states(results: Sequence[Result], loop: Loop) -> list[Result]:
+    """Return the results with the states of server, mechanism and clients."""
+    states: Sequence[Tree] = [()] * len(results)
+    if loop.keeps_states:
+        states = loop.plan.split(loop.engine.all_states())
+    return [
+        result._replace(
+            server=center.server, memory=center.memory, states=rows, restored=loop.restored
+        )
+        for result, center, rows in zip(results, loop.centers(), states, strict=True)
+    ]

@@ -1,0 +1,273 @@
+"""Loop of the host over the rounds of a run, and the observers that follow it."""
+
+import bisect
+import functools
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from jaxfl.engine import processes
+from jaxfl.engine.chunk import Program, attempt, half
+from jaxfl.engine.evaluate import PerClient
+from jaxfl.engine.mesh import everywhere
+from jaxfl.engine.round import Center, Records
+from jaxfl.privacy.audit import Scores, model_in, with_final
+from jaxfl.run.checkpoint import Checkpoints
+from jaxfl.run.flags import scores_may_be_undefined
+from jaxfl.run.plan import Engine, RunPlan
+from jaxfl.run.recorder import EvaluationSchedule, Journal, Recorded
+from jaxfl.types import Tree
+
+_SEGMENT_SECONDS = 10.0
+"""Duration of the rounds of one call, in seconds, which progress and signals have to wait for."""
+
+SEGMENT_ROUNDS = 16
+"""Maximum number of rounds of one call.
+
+It is a constant, so that the length of a run does not change the compiled program.
+"""
+
+
+class Observer:
+    """Base class of what follows a loop. Its hooks do nothing."""
+
+    def begin(self, loop: "Loop") -> None:
+        """React to a loop that starts, or resumes."""
+
+    def compiling(self, loop: "Loop") -> None:
+        """React to a loop that compiles its rounds, which may take a while."""
+
+    def after_rounds(self, loop: "Loop", count: int, seconds: float) -> None:
+        """React to the last `count` rounds, which took some seconds and are recorded."""
+
+    def after_evaluation(self, loop: "Loop", scores: Sequence[PerClient]) -> None:
+        """React to each run's scores of all clients, which are recorded."""
+
+    def after_segment(self, loop: "Loop") -> None:
+        """React to a finished call, after the evaluation that may follow it."""
+
+
+class Loop:
+    """State of a run, or of all points of a sweep, between calls of the compiled rounds.
+
+    Args:
+        plan: Plan of the run.
+        engine: Rounds and evaluations on the devices.
+        journals: Records of the run, or of each point.
+        checkpoints: Checkpoints of the run. None writes and reads none.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        engine: Engine,
+        journals: Sequence[Journal],
+        checkpoints: Checkpoints | None,
+    ) -> None:
+        self.plan = plan
+        self.engine = engine
+        self.journals = journals
+        self.checkpoints = checkpoints
+        self.program: Program | None = None
+        # A checkpoint without states would say nothing about this.
+        self.keeps_states = plan.schedule(engine).states
+        self.done = 0
+        """Number of rounds so far."""
+        self.restored = 0
+        """Number of these rounds that were read from the folder."""
+        self.saved = 0
+        """Number of rounds of the newest checkpoint."""
+        self.over = False
+        """Whether an observer ends the run early."""
+        self.signal = 0
+        """Number of the signal that asks the run to stop, or 0."""
+        self.first_models = self.models() if plan.settings.audit is not None else []
+
+    @property
+    def finished(self) -> bool:
+        """Whether all rounds are done."""
+        return self.done == self.plan.settings.rounds
+
+    @property
+    def evaluations(self) -> list[int]:
+        """Numbers of the rounds after which all clients are evaluated."""
+        return self.journals[0].evaluations
+
+    @property
+    def previous_evaluation(self) -> int:
+        """Round of the last evaluation before the current round, or 0."""
+        index = bisect.bisect_left(self.evaluations, self.done)
+        return self.evaluations[index - 1] if index else 0
+
+    @property
+    def records(self) -> list[Records]:
+        """Records of all rounds, of the run or of each point."""
+        return [journal.recorded.records for journal in self.journals]
+
+    def go(self, observers: Sequence[Observer], asked: Callable[[], int]) -> None:
+        """Run, evaluate and save until all rounds are done, or until an observer ends the run.
+
+        Args:
+            observers: What follows the loop, in the order in which it is called.
+            asked: Function that returns the number of a signal, or 0 before the first one.
+
+        Raises:
+            KeyboardInterrupt: A signal asked the run to stop.
+        """
+        for observer in observers:
+            observer.begin(self)
+        self.over = bool(processes.maximum(self.over)[0])
+        # The pace is not known before the first call, which therefore has one round.
+        pace = math.inf
+        while not (self.finished or self.over):
+            program = self._compiled(observers)
+            target = self.evaluations[bisect.bisect_right(self.evaluations, self.done)]
+            count = int(min(target - self.done, SEGMENT_ROUNDS, max(1, _SEGMENT_SECONDS // pace)))
+            call = functools.partial(self.engine.rounds, self.done, count)
+            start = time.monotonic()
+            records = attempt(call, program.chunk)
+            if records is None:
+                self._begin_again(half(program.chunk))
+                continue
+            seconds = time.monotonic() - start
+            self._record(records, count)
+            for observer in observers:
+                observer.after_rounds(self, count, seconds)
+            if self.done == target:
+                scores = self._evaluate()
+                for observer in observers:
+                    observer.after_evaluation(self, scores)
+            pace, signal, over = processes.maximum(seconds / count, asked(), self.over)
+            self.signal = int(signal)
+            self.over = bool(over)
+            for observer in observers:
+                observer.after_segment(self)
+            if self.signal:
+                raise KeyboardInterrupt
+
+    def _compiled(self, observers: Sequence[Observer]) -> Program:
+        """Return the program of the rounds, which is compiled before the first of them."""
+        if self.program is None:
+            for observer in observers:
+                observer.compiling(self)
+            algorithm = self.plan.algorithms[0]
+            # The best chunk depends on these names, in addition to shapes and devices.
+            names = algorithm.name, algorithm.model.name, repr(algorithm.mechanism.sampling)
+            self.program = self.engine.compile(names)
+        return self.program
+
+    def _begin_again(self, chunk: int) -> None:
+        """Return to the last checkpoint, or to the start, because a failed call loses its state."""
+        self.program = None
+        self.engine.begin(chunk)
+        for journal in self.journals:
+            journal.restore(journal.blank(journal.plan), 0, journal.plan)
+        self.done = 0
+        if self.checkpoints is not None:
+            self.done = self.checkpoints.restore(self._blank, self._take)
+
+    def _record(self, records: Records, count: int) -> None:
+        """Add the records of the next `count` rounds to the journals.
+
+        Raises:
+            FloatingPointError: The server's state of a single run is not finite. Points of a sweep
+                continue, and their scores show the problem.
+        """
+        for journal, part in zip(self.journals, self.plan.split(records), strict=True):
+            journal.record(part, self.done, count)
+        if self.plan.points is None:
+            self.journals[0].require_finite(self.done, self.done + count)
+        self.done += count
+
+    def _evaluate(self) -> list[PerClient]:
+        """Evaluate all clients, add their scores to the journals, and return each run's scores."""
+        _, _, eval_key = self.plan.keys
+        key = self.plan.each(lambda key: jax.random.fold_in(key, self.done))(eval_key)
+        with scores_may_be_undefined():
+            scores = self.plan.split(self.engine.evaluate(key, self.done - 1))
+        index = bisect.bisect_left(self.evaluations, self.done)
+        for journal, part in zip(self.journals, scores, strict=True):
+            journal.evaluated(index, part)
+        return scores
+
+    def save(self) -> None:
+        """Write a checkpoint of the current round, if the run has a folder."""
+        if self.checkpoints is None:
+            return
+        # States that are dropped at the end are needed to resume until then.
+        keeps = self.keeps_states or not self.finished
+        made = EvaluationSchedule(self.plan.settings.rounds, self.evaluations, keeps)
+        state = self._state(made, [journal.recorded for journal in self.journals])
+        self.engine.save(functools.partial(self.checkpoints.save, self.done, state, made))
+        self.saved = self.done
+
+    def restore(self) -> None:
+        """Resume from the newest intact checkpoint, if there is one."""
+        assert self.checkpoints is not None
+        self.done = self.checkpoints.restore(self._blank, self._take)
+        self.restored = self.done
+        self.saved = self.done
+
+    def _take(self, done: int, state: dict[str, Tree], made: EvaluationSchedule) -> None:
+        """Resume from a checkpoint's state (see `Checkpoints.restore`)."""
+        self.engine.restore(state)
+        for journal, recorded in zip(self.journals, state["recorded"], strict=True):
+            journal.restore(recorded, done, made)
+
+    def _blank(self, made: EvaluationSchedule) -> dict[str, Tree]:
+        """Return a state with the shapes of a checkpoint that was made by this plan."""
+        return self._state(made, [journal.blank(made) for journal in self.journals])
+
+    def _state(self, made: EvaluationSchedule, recorded: list[Recorded]) -> dict[str, Tree]:
+        """Return the state that a checkpoint holds.
+
+        Args:
+            made: Plan of the checkpoint, which says whether it holds client states.
+            recorded: Records of the run, or of each point.
+        """
+        state = self.engine.saved()
+        if not made.states:
+            state = state | {"states": ()}
+        return state | {"recorded": recorded}
+
+    def where(self) -> str:
+        """Return in words where a run that stops now would resume."""
+        if self.checkpoints is None:
+            again = "nothing is kept without a folder"
+        elif self.saved == self.done:
+            again = "the same command resumes from there"
+        elif self.saved:
+            again = f"the same command resumes from round {self.saved}"
+        else:
+            again = "the same command resumes from the start"
+        return f"stopped after round {self.done} of {self.plan.settings.rounds}; {again}"
+
+    def models(self) -> list[np.ndarray | None]:
+        """Return each run's model, on the host, or None if the server's state holds none."""
+        server = jax.device_get(self.engine.center.server)
+        return [model_in(own, self.plan.update) for own in self.plan.split(server)]
+
+    def centers(self) -> list[Center]:
+        """Return each run's part of the shared state, on the devices."""
+        center = self.engine.center
+        if self.plan.points is None or jax.process_count() > 1:
+            return self.plan.split(center)
+        # The host splits the arrays, because a device takes a millisecond for each point.
+        own = self.plan.split(jax.device_get(center))
+        return everywhere(self.engine.population.mesh, own)
+
+    def canary_scores(self) -> list[Scores | None]:
+        """Return each run's canary scores, on the host.
+
+        They are None without an audit, and if an error has deleted the scores.
+        """
+        center = self.engine.center
+        audited = self.plan.settings.audit is not None
+        if not audited or any(leaf.is_deleted() for leaf in jax.tree.leaves(center)):
+            return [None] * len(self.journals)
+        scores = self.plan.split(jax.device_get(center.scores))
+        models = zip(self.first_models, self.models(), strict=True)
+        return [with_final(own, *pair) for own, pair in zip(scores, models, strict=True)]

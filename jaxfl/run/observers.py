@@ -1,0 +1,150 @@
+"""Observers of a run's loop: warnings, callbacks, the progress bar, and regular checkpoints."""
+
+import math
+import time
+from collections.abc import Sequence
+
+import jax
+
+from jaxfl.callbacks import Callback, EpsilonBudget, ask
+from jaxfl.engine import processes
+from jaxfl.engine.evaluate import PerClient
+from jaxfl.run import report
+from jaxfl.run.health import Watch
+from jaxfl.run.loop import Loop, Observer
+
+_CHECKPOINT_SECONDS = 30.0
+"""Time after which a run writes the next checkpoint, in seconds."""
+
+
+class Health(Observer):
+    """Warnings about what is not finite, which may also end a single run.
+
+    Args:
+        watch: What decides on the warnings.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+        self._weights: list = []
+
+    def begin(self, loop: Loop) -> None:
+        """Keep the first weights until the first round is done."""
+        if loop.done == 0 and jax.process_count() == 1:
+            self._weights = loop.models()
+
+    def after_rounds(self, loop: Loop, count: int, seconds: float) -> None:
+        """Warn about dropped updates, and about a first round whose clients send weights."""
+        previous = loop.previous_evaluation
+        self.watch.dropped(loop.records, previous, loop.done)
+        if self._weights and loop.done == 1:
+            lengths = [float(records.info["update_norm"][0]) for records in loop.records]
+            self.watch.sent(self._weights, loop.models(), lengths)
+        self._weights = []
+        # A run in which no update counts any more stops here, before it evaluates.
+        if loop.plan.points is None and loop.done in loop.evaluations:
+            self.watch.updates(loop.records[0], previous, loop.done)
+
+    def after_evaluation(self, loop: Loop, scores: Sequence[PerClient]) -> None:
+        """Warn about scores that are not finite."""
+        self.watch.scores(scores, loop.done)
+
+
+class Callbacks(Observer):
+    """Callbacks of a run, which get all rows of metrics and may end the run.
+
+    Args:
+        callbacks: The callbacks.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self.callbacks = callbacks
+
+    def begin(self, loop: Loop) -> None:
+        """Start the budgets, and call all callbacks with the rows of a resumed run."""
+        for budget in self.callbacks:
+            if isinstance(budget, EpsilonBudget):
+                budget.begin(loop.journals[0].ahead, loop.done)
+        if loop.journals[0].metrics:
+            self._ask(loop)
+
+    def after_evaluation(self, loop: Loop, scores: Sequence[PerClient]) -> None:
+        """Call all callbacks with the new row."""
+        self._ask(loop)
+
+    def _ask(self, loop: Loop) -> None:
+        """Call all callbacks. Save the run if one raises."""
+        try:
+            loop.over = ask(self.callbacks, loop.journals[0].metrics)
+        except (Exception, SystemExit):
+            # Other processes would not take part in writing a checkpoint.
+            if jax.process_count() == 1:
+                loop.save()
+            raise
+
+
+class Bar(Observer):
+    """Progress bar of a run.
+
+    Args:
+        update: Function that moves the bar (see `report.Update`).
+    """
+
+    def __init__(self, update: report.Update) -> None:
+        self.update = update
+        self._rate = math.nan
+
+    def compiling(self, loop: Loop) -> None:
+        """Show what takes a while before the first round."""
+        measured = loop.engine.chunk == "auto"
+        self.update(loop.done, "measuring the chunk" if measured else "compiling")
+
+    def after_rounds(self, loop: Loop, count: int, seconds: float) -> None:
+        """Measure the clients per second."""
+        last = slice(loop.done - count, loop.done)
+        trained = sum(records.info["participants"][last].sum() for records in loop.records)
+        self._rate = trained / seconds
+
+    def after_segment(self, loop: Loop) -> None:
+        """Move the bar, and show headline metric and epsilon of the last evaluation."""
+        figures = []
+        rows = [journal.metrics[-1] for journal in loop.journals if journal.metrics]
+        if rows:
+            headline = loop.journals[0].task.headline
+            if score := _as_range([row[headline] for row in rows]):
+                figures.append(f"{headline} {score}")
+            figures.append(report.shown_epsilon(rows))
+        digits = 0 if self._rate >= 10 else 1
+        figures.append(f"{self._rate:,.{digits}f} clients/s")
+        if loop.program is not None:
+            figures.append(f"chunk {loop.program.chunk}")
+        self.update(loop.done, "running", ", ".join(figures))
+
+
+def _as_range(values: Sequence[float]) -> str:
+    """Return the range of the values that are not NaN as text.
+
+    >>> _as_range([0.93, 0.88, math.nan]), _as_range([0.91]), _as_range([math.nan])
+    ('0.880 to 0.930', '0.910', '')
+    """
+    known = [value for value in values if not math.isnan(value)]
+    if not known:
+        return ""
+    low = f"{min(known):.3f}"
+    high = f"{max(known):.3f}"
+    return low if low == high else f"{low} to {high}"
+
+
+class Saver(Observer):
+    """Checkpoints at regular times, and whenever a run ends."""
+
+    def __init__(self) -> None:
+        self._saved_at = time.monotonic()
+
+    def after_segment(self, loop: Loop) -> None:
+        """Write a checkpoint if it is time for one, or if the run ends here."""
+        seconds = time.monotonic() - self._saved_at
+        (late,) = processes.maximum(seconds > _CHECKPOINT_SECONDS)
+        if late or loop.signal or loop.over or loop.finished:
+            loop.save()
+            self._saved_at = time.monotonic()

@@ -1,0 +1,191 @@
+"""Plan of a run, or of a sweep: everything that is decided before a device computes anything."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+from jax import Array
+from jaxtyping import Key
+
+from jaxfl.backend import of_devices
+from jaxfl.engine.memo import described, first_made, key_of_arrays, key_of_method, remembered
+from jaxfl.engine.program import Points
+from jaxfl.engine.resident import Resident
+from jaxfl.engine.streamed import Stream
+from jaxfl.privacy.audit import Canaries, check_audit
+from jaxfl.run import fingerprint
+from jaxfl.run.check import check_algorithm, check_mechanism
+from jaxfl.run.randomness import Streams
+from jaxfl.run.recorder import EvaluationSchedule
+from jaxfl.types import Algorithm, Clients, Tree
+
+Engine = Resident | Stream
+"""Rounds and evaluations on the devices, with the clients' states on the devices or the host."""
+
+
+class Settings(NamedTuple):
+    """Settings of `simulate` and `sweep` with their defaults, without methods and clients."""
+
+    rounds: int
+    states: Literal["device", "host"] = "device"
+    paired_noise: bool = False
+    keep_states: bool = True
+    numbers: tuple[int, ...] | None = None
+    eval_every: int | None = None
+    chunk: int | Literal["auto"] | None = None
+    devices: list[jax.Device] | None = None
+    secret_noise: bool = False
+    report: Literal["full", "public"] = "full"
+    resume: Literal["auto", "never"] = "auto"
+    progress: bool = True
+    audit: Canaries | None = None
+
+    @property
+    def streams(self) -> Streams:
+        """Sources of the run's randomness."""
+        return Streams(self.secret_noise, self.paired_noise, self.numbers)
+
+    @property
+    def evaluations(self) -> list[int]:
+        """Numbers of the rounds after which all clients are evaluated."""
+        every = self.eval_every or max(1, self.rounds // 10)
+        return sorted({*range(every, self.rounds + 1, every), self.rounds})
+
+    @property
+    def first_chunk(self) -> int | Literal["auto"]:
+        """Number of clients vectorised at a time, unless they do not fit in memory."""
+        return of_devices(self.devices).chunk if self.chunk is None else self.chunk
+
+
+@dataclasses.dataclass(frozen=True)
+class RunPlan:
+    """Plan of a run, or of the P points of a sweep, which are runs of one program."""
+
+    name: str
+    key: Key[Array, "*P"]
+    """Key of the run, or of each point."""
+    algorithms: tuple[Algorithm, ...]
+    """Algorithm of the run, or of each point."""
+    points: Points | None
+    """Points of a sweep. None stands for one run, whose arrays have no axis of points."""
+    clients: Clients
+    settings: Settings
+    update: Tree
+    """Shapes of a client's update."""
+
+    @functools.cached_property
+    def method(self) -> Algorithm | Points:
+        """The algorithm, or the points, with functions that leave their names in traces."""
+        return fingerprint.marked(self.points or self.algorithms[0])
+
+    @functools.cached_property
+    def keys(self) -> tuple[Array, Array, Array]:
+        """Keys of the first state, of the rounds and of the evaluations."""
+        return self.each(lambda key: tuple(jax.random.split(key, 3)))(self.key)
+
+    def each(self, work: Callable) -> Callable:
+        """Return `work` for a single run, or its vectorised form for all points."""
+        return jax.vmap(work) if self.points else work
+
+    def split(self, tree: Tree) -> list[Tree]:
+        """Return the part of each run, as a list of trees."""
+        if self.points is None:
+            return [tree]
+        count = len(self.algorithms)
+        return [jax.tree.map(lambda leaf, p=p: leaf[p], tree) for p in range(count)]
+
+    def schedule(self, engine: Engine) -> EvaluationSchedule:
+        """Return the rounds and evaluations, and whether client states stay after the last one."""
+        settings = self.settings
+        keeps = settings.keep_states or not engine.stateful
+        return EvaluationSchedule(settings.rounds, settings.evaluations, keeps)
+
+    def facts(self, engine: Engine) -> fingerprint.Facts:
+        """Return the facts that identify the run (see `jaxfl.run.fingerprint`)."""
+        first = self.algorithms[0]
+        facts: fingerprint.Facts = {
+            "method": first.name,
+            "model": first.model.name,
+            "states": self.settings.states,
+        }
+        values = self.points.values if self.points else {}
+        facts |= {f"values.{name}": column.tolist() for name, column in values.items()}
+        for p, algorithm in enumerate(self.algorithms):
+            facts |= _facts_of_method(f"point.{p}." if self.points else "", algorithm)
+        facts |= fingerprint.of_versions(engine.population.mesh) | fingerprint.of_key(self.key)
+        facts |= fingerprint.of_clients(self.clients) | fingerprint.of_frozen(first.model)
+        return facts | self._facts_of_programs(engine)
+
+    def _facts_of_programs(self, engine: Engine) -> fingerprint.Facts:
+        """Return hashes of the programs, which a process computes once for equal methods."""
+        init_key, _, eval_key = self.keys
+        population = engine.population
+
+        def hashes() -> fingerprint.Facts:
+            start = fingerprint.start(self.method, population.clients, init_key)
+            return fingerprint.of_programs({"init": [start], **engine.programs(eval_key)})
+
+        # A program follows from the method, and from the shapes and places of its arguments.
+        shapes = key_of_arrays((init_key, eval_key))
+        method = key_of_method(self.method)
+        kind = type(engine).__name__
+        return remembered(("facts", kind, method, described(population), shapes), hashes)
+
+
+def make_plan(
+    name: str,
+    key: Key[Array, "*P"],
+    algorithms: Sequence[Algorithm],
+    points: Points | None,
+    clients: Clients,
+    settings: Settings,
+) -> RunPlan:
+    """Check a run's arguments and return its plan.
+
+    Args:
+        name: Name of the run in messages.
+        key: Key of the run, or of each point.
+        algorithms: Algorithm of the run, or of each point.
+        points: Points of a sweep, or None for one run.
+        clients: The C clients.
+        settings: Settings of the run.
+
+    Raises:
+        ValueError: A method does not fit the clients (see `check_algorithm`).
+    """
+    # JAX knows the functions of a method that was built from equal arguments before.
+    first = first_made(algorithms[0])
+    others = algorithms[1:]
+    update = check_algorithm(first, clients, settings.rounds)
+    # The others differ only in numbers, for which a mechanism may still raise an error.
+    for other in others:
+        check_mechanism(other, clients, update)
+    algorithms = (first, *others)
+    if settings.audit is not None:
+        algorithms, points = _with_canaries(algorithms, points, settings.audit)
+    return RunPlan(name, key, algorithms, points, clients, settings, update)
+
+
+def _with_canaries(
+    algorithms: Sequence[Algorithm], points: Points | None, canaries: Canaries
+) -> tuple[tuple[Algorithm, ...], Points | None]:
+    """Return the methods, and the points that build them, with canaries."""
+    for algorithm in algorithms:
+        check_audit(algorithm.mechanism)
+    if points is not None:
+        build = points.build
+        points = points._replace(build=lambda **values: build(**values)._replace(audit=canaries))
+    return tuple(algorithm._replace(audit=canaries) for algorithm in algorithms), points
+
+
+def _facts_of_method(prefix: str, algorithm: Algorithm) -> fingerprint.Facts:
+    """Return the numbers of a method's noise and statement."""
+    parts: dict[str, Any] = {"mechanism": algorithm.mechanism, "dp_sgd": algorithm.dp_sgd}
+    if algorithm.audit is not None:
+        parts["audit"] = algorithm.audit
+    facts: fingerprint.Facts = {}
+    for name, part in parts.items():
+        facts |= fingerprint.of_value(f"{prefix}{name}", part)
+    return facts | fingerprint.of_terms(f"{prefix}terms", algorithm.terms)

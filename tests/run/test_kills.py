@@ -78,9 +78,9 @@ def program(kind, folder):
 def start(kind, folder):
     launcher = ["-m", "jaxfl.launch", "--processes", "2"] if kind == "processes" else []
     command = [sys.executable, *launcher, __file__, kind, str(folder)]
-    root = pathlib.Path(__file__).parents[1]
+    paths = os.pathsep.join(map(str, pathlib.Path(__file__).parents[1:3]))
     cache = str(jax.config.values["jax_compilation_cache_dir"])
-    environment = os.environ | {"PYTHONPATH": str(root), "JAX_COMPILATION_CACHE_DIR": cache}
+    environment = os.environ | {"PYTHONPATH": paths, "JAX_COMPILATION_CACHE_DIR": cache}
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

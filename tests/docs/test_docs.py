@@ -14,7 +14,7 @@ from algorithms_table import ALGORITHMS
 import jaxfl
 from jaxfl import algorithms, callbacks, cli, data, models, privacy, tasks
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 PAGES = runpy.run_path(str(ROOT / "docs/_ext/methods.py"))["PAGES"]
 REFERENCE = "\n".join(path.read_text() for path in sorted((ROOT / "docs/reference").glob("*.md")))
 LISTED = re.findall(r"^\.\. auto(?:function|class|data):: jaxfl\.(\S+)$", REFERENCE, re.MULTILINE)

@@ -123,8 +123,7 @@ def program(folder, *options):
 @pytest.fixture
 def start(monkeypatch):
     """Run this file in some processes with some devices each."""
-    root = pathlib.Path(__file__).parents[1]
-    monkeypatch.setenv("PYTHONPATH", str(root))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, pathlib.Path(__file__).parents[1:3])))
 
     def run(processes, devices, *arguments):
         monkeypatch.setenv("JAX_NUM_CPU_DEVICES", str(devices))

@@ -45,7 +45,7 @@ def run(code: str, before: str = "", **environment: str | None) -> list[list[str
     }
     own = inherited | {key: value for key, value in environment.items() if value is not None}
     command = [sys.executable, "-W", "error", "-c", before + PROGRAM + code]
-    tests = {"PYTHONPATH": os.pathsep.join([*sys.path, str(pathlib.Path(__file__).parent)])}
+    tests = {"PYTHONPATH": os.pathsep.join([*sys.path, str(pathlib.Path(__file__).parents[1])])}
     done = subprocess.run(command, env=own | tests, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [line.split() for line in done.stdout.splitlines()]

@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-PATH = pathlib.Path(__file__).parents[1] / "tools" / "reading.py"
+PATH = pathlib.Path(__file__).parents[2] / "tools" / "reading.py"
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-README = pathlib.Path(__file__).parent.parent / "README.md"
+README = pathlib.Path(__file__).parents[2] / "README.md"
 
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
 

@@ -286,7 +286,7 @@ def test_numbers_have_keys_by_their_kind():
 
 
 def test_the_benchmarks_round_runs(monkeypatch):
-    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parents[1]))
+    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parents[2]))
     workloads = importlib.import_module("benchmarks.workloads")
     population = place(small_clients())
     workloads.compile_round(private(), population, 1).run()

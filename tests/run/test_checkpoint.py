@@ -516,7 +516,7 @@ def test_a_kill_releases_the_folder(tmp_path):
         "import pathlib, sys, time; from jaxfl.run.lock import Lock\n"
         "lock = Lock(pathlib.Path(sys.argv[1])); lock.take(shared=False); print('locked', flush=True); time.sleep(600)"
     )
-    root = pathlib.Path(__file__).parents[1]
+    root = pathlib.Path(__file__).parents[2]
     command = [sys.executable, "-c", script, str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(root)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:

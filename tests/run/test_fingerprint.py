@@ -76,8 +76,8 @@ def run(folder, algorithm=None, clients=None, **options):
 def folder(tmp_path_factory):
     """Of a finished run, of another process that orders its sets in another way."""
     path = tmp_path_factory.mktemp("run")
-    here = pathlib.Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": f"{here.parent}:{here}", "PYTHONHASHSEED": "7"}
+    paths = os.pathsep.join(map(str, pathlib.Path(__file__).parents[:3]))
+    environment = os.environ | {"PYTHONPATH": paths, "PYTHONHASHSEED": "7"}
     script = "import sys, conftest, test_fingerprint; test_fingerprint.run(sys.argv[1])"
     subprocess.run([sys.executable, "-c", script, str(path)], env=environment, check=True)
     return path

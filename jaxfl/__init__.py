@@ -4,7 +4,8 @@ from jaxfl import algorithms, callbacks, data, models, privacy, tasks
 from jaxfl.engine.memo import clear_caches
 from jaxfl.local import LocalSGD
 from jaxfl.run.attack import membership
-from jaxfl.run.compare import Candidate, compare, grid, spread
+from jaxfl.run.candidates import Candidate, grid, spread
+from jaxfl.run.compare import compare
 from jaxfl.run.comparison import Comparison
 from jaxfl.run.evaluate import evaluate
 from jaxfl.run.flags import configure

@@ -29,7 +29,7 @@ from jaxfl._validate import (
 from jaxfl.data import Dataset
 from jaxfl.local import LocalSGD
 from jaxfl.privacy import Full, Mechanism, Poisson, Sampling, calibrate
-from jaxfl.run.compare import Candidate, spread
+from jaxfl.run.candidates import Candidate, spread
 from jaxfl.types import Algorithm, Clients, Model
 
 METHODS = (

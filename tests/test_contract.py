@@ -250,7 +250,7 @@ def test_resume_is_bit_identical(name, tmp_path, monkeypatch):
         "progress": False,
     }
     whole = simulate(KEY, algorithm, clients, **options)
-    monkeypatch.setattr("jaxfl.run.observers._CHECKPOINT_SECONDS", -1.0)
+    monkeypatch.setattr("jaxfl.run.followers._CHECKPOINT_SECONDS", -1.0)
     with monkeypatch.context() as patch:
         patch.setattr(Loop, "_evaluate", _dies_in_round(ROUNDS + 1))
         with pytest.raises(RuntimeError, match="killed"):

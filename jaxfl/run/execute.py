@@ -15,10 +15,10 @@ from jaxfl.engine.round import Keys
 from jaxfl.engine.streamed import Stream
 from jaxfl.run import report, signals
 from jaxfl.run.checkpoint import Checkpoints
+from jaxfl.run.followers import Bar, Callbacks, Health, Saver
 from jaxfl.run.health import Watch
 from jaxfl.run.lock import Lock
 from jaxfl.run.loop import SEGMENT_ROUNDS, Loop
-from jaxfl.run.observers import Bar, Callbacks, Health, Saver
 from jaxfl.run.plan import Engine, RunPlan
 from jaxfl.run.recorder import EvaluationSchedule, Journal, Result
 from jaxfl.types import Tree
@@ -61,9 +61,9 @@ def _finish(loop: Loop, callbacks: Sequence[Callback], shown: bool) -> list[Resu
     bar = report.progress_bar(plan.name, settings.rounds, shown and not loop.finished, loop.done)
     try:
         with bar as update, signals.deferred() as asked:
-            observers = [Health(watch), Callbacks(callbacks), Bar(update), Saver()]
+            followers = [Health(watch), Callbacks(callbacks), Bar(update), Saver()]
             try:
-                loop.go(observers, asked)
+                loop.go(followers, asked)
             except KeyboardInterrupt:
                 raise signals.stopped(asked(), loop.where()) from None
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Loop of the host over the rounds of a run, and the observers that follow it."""
+"""Loop of the host over the rounds of a run, and the base class of what follows it."""
 
 import bisect
 import functools
@@ -31,7 +31,7 @@ It is a constant, so that the length of a run does not change the compiled progr
 """
 
 
-class Observer:
+class Follower:
     """Base class of what follows a loop. Its hooks do nothing."""
 
     def begin(self, loop: "Loop") -> None:
@@ -81,7 +81,7 @@ class Loop:
         self.saved = 0
         """Number of rounds of the newest checkpoint."""
         self.over = False
-        """Whether an observer ends the run early."""
+        """Whether a follower ends the run early."""
         self.signal = 0
         """Number of the signal that asks the run to stop, or 0."""
         self.first_models = self.models() if plan.settings.audit is not None else []
@@ -107,23 +107,23 @@ class Loop:
         """Records of all rounds, of the run or of each point."""
         return [journal.recorded.records for journal in self.journals]
 
-    def go(self, observers: Sequence[Observer], asked: Callable[[], int]) -> None:
-        """Run, evaluate and save until all rounds are done, or until an observer ends the run.
+    def go(self, followers: Sequence[Follower], asked: Callable[[], int]) -> None:
+        """Run, evaluate and save until all rounds are done, or until a follower ends the run.
 
         Args:
-            observers: What follows the loop, in the order in which it is called.
+            followers: What follows the loop, in the order in which it is called.
             asked: Function that returns the number of a signal, or 0 before the first one.
 
         Raises:
             KeyboardInterrupt: A signal asked the run to stop.
         """
-        for observer in observers:
-            observer.begin(self)
+        for follower in followers:
+            follower.begin(self)
         self.over = bool(processes.maximum(self.over)[0])
         # The pace is not known before the first call, which therefore has one round.
         pace = math.inf
         while not (self.finished or self.over):
-            program = self._compiled(observers)
+            program = self._compiled(followers)
             target = self.evaluations[bisect.bisect_right(self.evaluations, self.done)]
             count = int(min(target - self.done, SEGMENT_ROUNDS, max(1, _SEGMENT_SECONDS // pace)))
             call = functools.partial(self.engine.rounds, self.done, count)
@@ -134,25 +134,25 @@ class Loop:
                 continue
             seconds = time.monotonic() - start
             self._record(records, count)
-            for observer in observers:
-                observer.after_rounds(self, count, seconds)
+            for follower in followers:
+                follower.after_rounds(self, count, seconds)
             if self.done == target:
                 scores = self._evaluate()
-                for observer in observers:
-                    observer.after_evaluation(self, scores)
+                for follower in followers:
+                    follower.after_evaluation(self, scores)
             pace, signal, over = processes.maximum(seconds / count, asked(), self.over)
             self.signal = int(signal)
             self.over = bool(over)
-            for observer in observers:
-                observer.after_segment(self)
+            for follower in followers:
+                follower.after_segment(self)
             if self.signal:
                 raise KeyboardInterrupt
 
-    def _compiled(self, observers: Sequence[Observer]) -> Program:
+    def _compiled(self, followers: Sequence[Follower]) -> Program:
         """Return the program of the rounds, which is compiled before the first of them."""
         if self.program is None:
-            for observer in observers:
-                observer.compiling(self)
+            for follower in followers:
+                follower.compiling(self)
             algorithm = self.plan.algorithms[0]
             # The best chunk depends on these names, in addition to shapes and devices.
             names = algorithm.name, algorithm.model.name, repr(algorithm.mechanism.sampling)

@@ -227,7 +227,7 @@ def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
     options = RUN | {"eval_every": 1}
     method = nested()
     whole = simulate(KEY, method, small_clients(), **options)
-    monkeypatch.setattr("jaxfl.run.observers._CHECKPOINT_SECONDS", -1.0)
+    monkeypatch.setattr("jaxfl.run.followers._CHECKPOINT_SECONDS", -1.0)
     evaluate = Loop._evaluate
 
     def dies(self):

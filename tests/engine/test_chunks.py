@@ -137,7 +137,7 @@ def test_a_run_whose_memory_ends_goes_on_with_half_the_chunk(
     expected, rounds, seen = run(1, eval_every=1), runner.rounds, []
     donated = 2 if states == "device" else 1
     breaking_above(2, monkeypatch, after=2, donated=donated)  # to see whether it fits, and round 1
-    monkeypatch.setattr("jaxfl.run.observers._CHECKPOINT_SECONDS", -1.0)
+    monkeypatch.setattr("jaxfl.run.followers._CHECKPOINT_SECONDS", -1.0)
     monkeypatch.setattr(
         runner,
         "rounds",

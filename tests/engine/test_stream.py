@@ -89,7 +89,7 @@ def test_a_kill_between_any_two_steps_leaves_the_last_checkpoint(tmp_path, monke
         Store, "__init__", lambda self, *args: (stores.append(self), init(self, *args))[1]
     )
     with monkeypatch.context() as patch:
-        patch.setattr("jaxfl.run.observers._CHECKPOINT_SECONDS", -1.0)
+        patch.setattr("jaxfl.run.followers._CHECKPOINT_SECONDS", -1.0)
         for owner, name in (
             (Store, "write"),
             (Store, "flush"),

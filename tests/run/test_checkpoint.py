@@ -394,7 +394,7 @@ def runs(tmp_path_factory):
     """Finished runs of both stores, with a checkpoint after each round."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxfl.run.observers._CHECKPOINT_SECONDS", -1.0)
+        patch.setattr("jaxfl.run.followers._CHECKPOINT_SECONDS", -1.0)
         for store in ("device", "host"):
             folder = tmp_path_factory.mktemp(store)
             found[store] = folder, quiet(folder, states=store)

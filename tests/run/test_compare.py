@@ -211,7 +211,7 @@ def test_points_of_other_epsilons_are_no_points():
 
 
 def test_a_point_that_diverges_loses_and_stops_nothing(monkeypatch):
-    monkeypatch.setattr("jaxfl.run.compare._STATE_BYTES", 1)  # a program for each point
+    monkeypatch.setattr("jaxfl.run.candidate_runs._STATE_BYTES", 1)  # a program for each point
     methods = {
         "local-only": Candidate(
             lambda rate: local_only(MODEL, local=local(rate)), {"rate": [1e25, 0.1]}
@@ -296,7 +296,7 @@ def swept(monkeypatch, outcome):
             raise errors[0]
         return found
 
-    monkeypatch.setattr("jaxfl.run.compare.sweep", fake)
+    monkeypatch.setattr("jaxfl.run.candidate_runs.sweep", fake)
     return calls
 
 
@@ -304,7 +304,7 @@ def no_sweep(monkeypatch):
     def fails(*arguments, **options):
         raise AssertionError("a round was run")
 
-    monkeypatch.setattr("jaxfl.run.compare.sweep", fails)
+    monkeypatch.setattr("jaxfl.run.candidate_runs.sweep", fails)
 
 
 def alone(rate):
@@ -490,7 +490,7 @@ def test_memory_that_ends_halves_the_points_and_then_leaves_one_out(
             raise MemoryError("Unable to allocate 9 GiB")
         return [result(values["rate"][0])]
 
-    monkeypatch.setattr("jaxfl.run.compare.sweep", fake)
+    monkeypatch.setattr("jaxfl.run.candidate_runs.sweep", fake)
     methods = {
         "a": Candidate(alone, {"rate": [0.1, 0.2, 0.3]}, 1),
         "b": Candidate(alone, {"rate": [0.3]}, 1),

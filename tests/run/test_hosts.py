@@ -105,7 +105,7 @@ def program(folder, *options):
         return
     if "die" in options:
         patch = pytest.MonkeyPatch()
-        patch.setattr("jaxfl.run.observers._CHECKPOINT_SECONDS", -1.0)
+        patch.setattr("jaxfl.run.followers._CHECKPOINT_SECONDS", -1.0)
         record = Loop._record
 
         def die(run, *arguments):

@@ -52,7 +52,7 @@ def program(kind, folder):
     """Run, say every round, and write server and states beside the reports."""
     patch = pytest.MonkeyPatch()
     patch.setattr("jaxfl.run.loop._SEGMENT_SECONDS", 0.0)
-    patch.setattr("jaxfl.run.observers._CHECKPOINT_SECONDS", 0.1)
+    patch.setattr("jaxfl.run.followers._CHECKPOINT_SECONDS", 0.1)
     record, folder = Loop._record, pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{jax.process_index()}.pid").write_text(str(os.getpid()))

@@ -257,7 +257,7 @@ def test_a_run_of_secret_noise_goes_on_bit_identically(tmp_path, store, monkeypa
     whole = simulate(
         KEY, algorithm, clients, folder=tmp_path / "a", states=store, secret_noise=True, **options
     )
-    monkeypatch.setattr("jaxfl.run.observers._CHECKPOINT_SECONDS", -1.0)
+    monkeypatch.setattr("jaxfl.run.followers._CHECKPOINT_SECONDS", -1.0)
     original = Loop._evaluate
     with monkeypatch.context() as patch:
 

@@ -84,7 +84,7 @@ def test_a_finished_run_is_not_run_again(tmp_path, monkeypatch):
 
 
 def test_nonfinite_server_stops_with_the_round_and_keeps_the_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxfl.run.observers._CHECKPOINT_SECONDS", -1.0)
+    monkeypatch.setattr("jaxfl.run.followers._CHECKPOINT_SECONDS", -1.0)
     base = fedavg(
         MODEL,
         local=LocalSGD(optax.sgd(0.1)),
@@ -210,12 +210,12 @@ import sys, time
 import conftest, jax
 from jaxfl.cli import in_one_line
 from test_simulation import OPTIONS, interruptible
-from jaxfl.run import loop, observers
+from jaxfl.run import followers, loop
 from jaxfl.run.loop import Loop
 from jaxfl.run.simulate import simulate
 
 loop._SEGMENT_SECONDS = 0.0
-observers._CHECKPOINT_SECONDS = 0.3
+followers._CHECKPOINT_SECONDS = 0.3
 record = Loop._record
 
 def slowly(self, *args):

@@ -149,7 +149,7 @@ def test_a_stopped_sweep_goes_on_bit_identically(tmp_path, monkeypatch):
         {"noise_multiplier": [1.0, 2.0]},
     )
     whole = sweep(KEY, build, values, small_clients(), folder=tmp_path / "whole", **SETTING)
-    monkeypatch.setattr("jaxfl.run.observers._CHECKPOINT_SECONDS", -1.0)
+    monkeypatch.setattr("jaxfl.run.followers._CHECKPOINT_SECONDS", -1.0)
     with monkeypatch.context() as patch:
         patch.setattr("jaxfl.run.recorder.Journal.evaluated", _interrupt)
         with pytest.raises(KeyboardInterrupt):

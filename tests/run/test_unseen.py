@@ -10,7 +10,7 @@ import optax
 import pytest
 from algorithms_table import ALGORITHMS, MODEL, small_clients
 
-import jaxfl.run.compare
+import jaxfl.run.candidate_runs
 from jaxfl import Candidate, Comparison, LocalSGD, compare, evaluate, simulate, sweep
 from jaxfl.algorithms import ditto, dp_fedavg, fedavg, fine_tuned, local_only
 from jaxfl.data import leave_out
@@ -193,7 +193,7 @@ def servers(monkeypatch):
         found.append((clients.number, jax.device_get([result.server for result in results])))
         return results
 
-    monkeypatch.setattr(jaxfl.run.compare, "sweep", recorded)
+    monkeypatch.setattr(jaxfl.run.candidate_runs, "sweep", recorded)
     return found
 
 
@@ -323,7 +323,7 @@ def test_a_method_that_cannot_serve_newcomers_is_found_before_the_first_round(cl
     def fails(*arguments, **options):
         raise AssertionError("it ran")
 
-    monkeypatch.setattr(jaxfl.run.compare, "sweep", fails)
+    monkeypatch.setattr(jaxfl.run.candidate_runs, "sweep", fails)
     with pytest.raises(
         ValueError,
         match=r"methods\['late'\] at \(rate=0.1\): init must run with .*3 clients are too few",

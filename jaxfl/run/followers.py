@@ -1,4 +1,4 @@
-"""Observers of a run's loop: warnings, callbacks, the progress bar, and regular checkpoints."""
+"""Followers of a run's loop: warnings, callbacks, the progress bar, and regular checkpoints."""
 
 import math
 import time
@@ -11,13 +11,13 @@ from jaxfl.engine import processes
 from jaxfl.engine.evaluate import PerClient
 from jaxfl.run import report
 from jaxfl.run.health import Watch
-from jaxfl.run.loop import Loop, Observer
+from jaxfl.run.loop import Follower, Loop
 
 _CHECKPOINT_SECONDS = 30.0
 """Time after which a run writes the next checkpoint, in seconds."""
 
 
-class Health(Observer):
+class Health(Follower):
     """Warnings about what is not finite, which may also end a single run.
 
     Args:
@@ -50,7 +50,7 @@ class Health(Observer):
         self.watch.scores(scores, loop.done)
 
 
-class Callbacks(Observer):
+class Callbacks(Follower):
     """Callbacks of a run, which get all rows of metrics and may end the run.
 
     Args:
@@ -83,7 +83,7 @@ class Callbacks(Observer):
             raise
 
 
-class Bar(Observer):
+class Bar(Follower):
     """Progress bar of a run.
 
     Args:
@@ -135,7 +135,7 @@ def _as_range(values: Sequence[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-class Saver(Observer):
+class Saver(Follower):
     """Checkpoints at regular times, and whenever a run ends."""
 
     def __init__(self) -> None:

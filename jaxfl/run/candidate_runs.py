@@ -1,0 +1,561 @@
+"""Runs of a candidate: which of its points share a program, their noise, and their newcomers."""
+
+import contextlib
+import functools
+import logging
+import math
+import pathlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfl._validate import check_instance, key_of, show
+from jaxfl.engine.chunk import out_of_memory
+from jaxfl.engine.evaluate import summarize
+from jaxfl.engine.program import Points, over_points
+from jaxfl.privacy.accounting import calibrate
+from jaxfl.privacy.mechanisms import Mechanism
+from jaxfl.run.candidates import Candidate, is_json_value, texts_of
+from jaxfl.run.check import check_algorithm, check_evaluation, check_mechanism
+from jaxfl.run.evaluate import scores_of
+from jaxfl.run.recorder import Result
+from jaxfl.run.report import SharedBar
+from jaxfl.run.simulate import names_of_points, noisy, sweep
+from jaxfl.types import Algorithm, Clients
+
+_LOG = logging.getLogger("jaxfl")
+
+Split: TypeAlias = tuple[Clients, Clients | None]
+"""Clients who take part, and newcomers, if there are any."""
+
+_STATE_BYTES = 2**30
+"""Number of bytes of clients' states that one program holds at most."""
+
+
+class PointToRun(NamedTuple):
+    """Point of a candidate with its noise."""
+
+    index: int
+    values: dict[str, Any]
+    """Arguments of the builder, with the noise multiplier if the method takes noise."""
+
+
+class CandidateRuns:
+    """Runs of a method, whose points are built and checked.
+
+    Args:
+        name: Name of the method.
+        method: Candidate of the method.
+        algorithms: Algorithm of each point, with noise if the method takes any.
+        fixed: Arguments whose values a program cannot leave open.
+        rounds: Number of rounds of the method's longest run.
+        root: Folder of the comparison. None writes nothing.
+        options: Options of all runs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        method: Candidate,
+        algorithms: Sequence[Algorithm],
+        fixed: frozenset[str],
+        rounds: int,
+        root: pathlib.Path | None,
+        options: dict[str, Any],
+    ) -> None:
+        self.name = name
+        self.method = method
+        self.algorithms = algorithms
+        self.fixed = fixed
+        self.rounds = rounds
+        self.root = root
+        self.options = options
+        self.levels: dict[int, dict[float, float]] = {}
+        """Noise multiplier of each epsilon, by number of clients."""
+        self.texts = {argument: texts_of(column) for argument, column in method.points.items()}
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """Algorithm of the first point."""
+        return self.algorithms[0]
+
+    @property
+    def silent(self) -> bool:
+        """Whether the method sends nothing."""
+        return not self.algorithm.mechanism.communicates
+
+    @property
+    def tuned(self) -> bool:
+        """Whether tuning chooses a point, or a round because rounds cost no privacy."""
+        return self.method.number > 1 or self.silent
+
+    @property
+    def columns(self) -> dict[str, list[Any]]:
+        """Arguments of all points as JSON, by column."""
+        shown = [self.shown(index) for index in range(self.method.number)]
+        return {argument: [point[argument] for point in shown] for argument in self.method.points}
+
+    def point(self, index: int, noise_multiplier: float) -> PointToRun:
+        """Return a point with its noise, if the method takes any."""
+        noise = {"noise_multiplier": noise_multiplier} if self.method.private else {}
+        return PointToRun(index, self.method.point(index) | noise)
+
+    def shown(self, index: int) -> dict[str, Any]:
+        """Return the arguments of a point as JSON, with texts for other values."""
+        point = self.method.point(index)
+        return {
+            argument: value if is_json_value(value) else self.texts[argument][index]
+            for argument, value in point.items()
+        }
+
+    def trained(self, clients: int, rounds: int, points: int) -> float:
+        """Return how many clients all rounds of some points train together."""
+        return float(self.algorithm.mechanism.sampling.expected(clients) * rounds * points)
+
+    def work(self, held_out: int, parted: Iterable[Split], epsilons: int) -> float:
+        """Return how many clients the tuning and the final runs train.
+
+        Args:
+            held_out: Number of the tuning's clients.
+            parted: Participants and newcomers of each seed.
+            epsilons: Number of targets.
+        """
+        levels = epsilons if self.method.private else 1
+        tuning = 0.0
+        if self.tuned:
+            tuning = self.trained(held_out, self.rounds, levels * self.method.number)
+        return tuning + sum(self.work_of_seed(*parts, self.rounds, levels) for parts in parted)
+
+    def work_of_seed(
+        self,
+        participants: Clients,
+        newcomers: Clients | None,
+        rounds: int,
+        points: int,
+    ) -> float:
+        """Return how many clients the final runs of a seed train."""
+        work = self.trained(participants.number, rounds, points)
+        if newcomers is None or not self.silent:
+            return work
+        return work + self.trained(newcomers.number, rounds, points)
+
+    def calibrate(self, numbers: Iterable[int], epsilons: Sequence[float]) -> None:
+        """Find the noise multiplier of each epsilon, for some numbers of clients.
+
+        A method that takes no noise has one level, infinity.
+
+        Raises:
+            ValueError: Points differ in epsilon at one noise multiplier, or an epsilon is out of
+                reach. The message names the method.
+        """
+        for clients in numbers:
+            levels = {math.inf: 0.0}
+            if self.method.private:
+                options = self._noise(clients)
+                with _naming(self.name, {}):
+                    levels = {epsilon: _noise_of(epsilon, options) for epsilon in epsilons}
+            self.levels[clients] = levels
+
+    def _noise(self, clients: int) -> dict[str, Any]:
+        """Return the arguments of `calibrate`, which all points must share."""
+        delta = self.algorithm.terms.delta
+        exposed = [_exposed(one.mechanism, clients, self.rounds) for one in self.algorithms]
+        other_delta = any(algorithm.terms.delta != delta for algorithm in self.algorithms)
+        if other_delta or any(not np.array_equal(one, exposed[0]) for one in exposed):
+            raise ValueError(
+                f"methods[{self.name!r}].points must have the same epsilon at one noise "
+                f"multiplier, got {show(self.method.points)} with different epsilons. Give a "
+                "candidate for each value that changes epsilon, such as each sampling rate."
+            )
+        return {
+            "clients": clients,
+            "rounds": self.rounds,
+            "mechanism": self.algorithm.mechanism,
+            "stateful": any(self.states(clients, index) for index in range(self.method.number)),
+            "delta": delta,
+        }
+
+    def check_newcomers(self, newcomers: Sequence[Clients]) -> None:
+        """Require that every program can serve these clients. Nothing is compiled."""
+        points = [self.point(index, 1.0) for index in range(self.method.number)]
+        different = {_signature(clients): clients for clients in newcomers}.values()
+        for group in self.groups(points).values():
+            algorithm = self.algorithms[group[0]]
+            for clients in different:
+                with _naming(self.name, self.method.point(group[0])):
+                    if self.silent:
+                        check_algorithm(algorithm, clients, self.rounds)
+                    else:
+                        check_evaluation(algorithm, clients)
+
+    def final(
+        self,
+        bar: SharedBar,
+        points: Sequence[PointToRun],
+        participants: Clients,
+        newcomers: Clients | None,
+        seed: int,
+        rounds: int,
+    ) -> list[tuple[Result | None, str]]:
+        """Run the chosen points of a seed, and add the newcomers' score to last rows of metrics.
+
+        Args:
+            bar: Progress bar of the comparison.
+            points: Indices and arguments of the chosen points.
+            participants: Clients who take part.
+            newcomers: Clients who take no part, if there are any.
+            seed: Seed of the runs.
+            rounds: Number of rounds.
+
+        Returns:
+            Results and folders, as in `run`.
+        """
+        name = f"seed={seed}"
+        if newcomers is None or not self.silent:
+            return self.run(bar, points, participants, seed, name, rounds, newcomers=newcomers)
+        found = self.run(bar, points, participants, seed, name, rounds)
+        alone = self.run(bar, points, newcomers, seed, f"{name}, unseen", rounds)
+        headline = self.algorithm.model.task.headline
+        scored = []
+        for (result, folder), (own, _) in zip(found, alone, strict=True):
+            score = math.nan if own is None else own.metrics[-1][headline]
+            scored.append((None if result is None else _with_unseen(result, score), folder))
+        return scored
+
+    def states(self, clients: int, index: int = 0) -> list[jax.ShapeDtypeStruct]:
+        """Return the shapes of the client states of a point, none if clients keep no state."""
+        _, states = jax.eval_shape(lambda: self.algorithms[index].init(key_of(0), clients))
+        return jax.tree.leaves(states)
+
+    def groups(self, points: Sequence[PointToRun]) -> dict[str, list[int]]:
+        """Return positions of the points that one program can hold, by the name of its folder."""
+        found: dict[str, list[int]] = {}
+        fixed = [name for name in self.method.points if name in self.fixed]
+        for position, (index, values) in enumerate(points):
+            texts = [f"{name}={self.texts[name][index]}" for name in fixed]
+            if "noise_multiplier" in self.fixed & values.keys():
+                texts.append(f"noise_multiplier={values['noise_multiplier']}")
+            found.setdefault(", ".join(texts), []).append(position)
+        return found
+
+    def run(
+        self,
+        bar: SharedBar,
+        points: Sequence[PointToRun],
+        clients: Clients,
+        seed: int,
+        name: str,
+        rounds: int,
+        every: int = 0,
+        newcomers: Clients | None = None,
+    ) -> list[tuple[Result | None, str]]:
+        """Run each point in as few programs as possible.
+
+        Args:
+            bar: Progress bar of the comparison.
+            points: Indices and arguments of the points.
+            clients: Clients of the runs.
+            seed: Seed of the runs.
+            name: Beginning of the folders' names.
+            rounds: Number of rounds.
+            every: Number of rounds between evaluations. 0 evaluates after the last round only.
+            newcomers: Clients whom each point also serves, if there are any (see `final`).
+
+        Returns:
+            A result and a folder for each point. The result has no model and no client states. It
+            is None if the point does not fit in memory. The path of the folder is relative to the
+            folder of the comparison.
+        """
+        results: list[tuple[Result | None, str]] = [(None, "")] * len(points)
+        for text, group in self.groups(points).items():
+            states = self.states(clients.number, points[group[0]][0])
+            size = sum(leaf.size * leaf.dtype.itemsize for leaf in states)
+            at_once = max(1, _STATE_BYTES // max(1, size))
+            count = math.ceil(len(group) / at_once)
+            waiting = [part.tolist() for part in np.array_split(group, count)]
+            while waiting:
+                part = waiting.pop(0)
+                of_group = "" if len(part) == len(group) else f"points {part[0]} to {part[-1]}"
+                label = ", ".join(filter(None, [name, text, of_group]))
+                work = self.trained(clients.number, rounds, len(part))
+                with bar.part(f"{self.name}: {label}", work):
+                    chosen = [points[i] for i in part]
+                    found = self._sweep(
+                        chosen, clients, seed, label, rounds, every, part, newcomers
+                    )
+                if found is None and len(part) > 1:
+                    # The halves train the same clients again.
+                    bar.skip(-work)
+                    waiting[:0] = [half.tolist() for half in np.array_split(part, 2)]
+                for position, result in zip(part, found or [], strict=False):
+                    results[position] = result
+        return results
+
+    def _sweep(
+        self,
+        points: Sequence[PointToRun],
+        clients: Clients,
+        seed: int,
+        label: str,
+        rounds: int,
+        every: int,
+        numbers: Sequence[int],
+        newcomers: Clients | None,
+    ) -> list[tuple[Result | None, str]] | None:
+        """Run points in one program, and return their results and folders, as `run` does.
+
+        Args:
+            points: Indices and arguments of the points.
+            clients: Clients of the runs.
+            seed: Seed of the runs.
+            label: Name of the program's folder.
+            rounds: Number of rounds.
+            every: Number of rounds between evaluations, as in `run`.
+            numbers: Number of each point among the points of all programs.
+            newcomers: Clients whom each point also serves, if there are any.
+
+        Returns:
+            Results and folders, or None if the program does not fit in memory.
+        """
+        points_text = _points_text([self.shown(index) for index, _ in points])
+        which = f"methods[{self.name!r}], {label}, {points_text}"
+        folder = None if self.root is None else self.root / self.name / label
+        try:
+            columns = self.open([values for _, values in points])
+            found = sweep(
+                jnp.broadcast_to(key_of(seed), (len(points),)),
+                self.build(points[0][1]),
+                columns,
+                clients,
+                rounds=rounds,
+                folder=folder,
+                keep_states=False,
+                numbers=numbers,
+                **{"eval_every": every or rounds} | self.options,
+            )
+            if newcomers is not None:
+                found = self._served(found, points, newcomers, seed, rounds)
+        except Exception as error:
+            if jax.process_count() > 1 or not out_of_memory(error):
+                error.add_note(f"raised by {which}")
+                raise
+            step = "the point is left out"
+            if len(points) > 1:
+                step = "half of the points run at a time"
+            cause, _, _ = str(error).partition("\n")
+            _LOG.warning("%s: does not fit in memory, so %s: %s", which, step, cause)
+            return None
+        folders = [""] * len(points)
+        if folder is not None and self.root is not None:
+            names = names_of_points(columns, len(points))
+            folders = [(folder / one).relative_to(self.root).as_posix() for one in names]
+        without_server = [result._replace(server=()) for result in found]
+        return list(zip(without_server, folders, strict=True))
+
+    def _served(
+        self,
+        results: Sequence[Result],
+        points: Sequence[PointToRun],
+        newcomers: Clients,
+        seed: int,
+        rounds: int,
+    ) -> list[Result]:
+        """Return the results of one program, with the newcomers' score in last rows of metrics."""
+        columns = self.open([values for _, values in points])
+        method = Points(self.build(points[0][1]), _floats(columns))
+        servers = jax.device_get([result.server for result in results])
+        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *servers)
+        keys = jnp.broadcast_to(key_of(seed), (len(points),))
+        options = {name: self.options.get(name) for name in ("chunk", "devices")}
+        scores = scores_of(keys, method, stacked, newcomers, rounds=rounds, **options)
+        task = self.algorithm.model.task
+        sizes = np.asarray(newcomers.test_size)
+        found = []
+        for position, result in enumerate(results):
+            own = {name: values[position] for name, values in scores.items()}
+            row = summarize(own, sizes, task.metrics)
+            found.append(_with_unseen(result, row[task.headline]))
+        return found
+
+    def build(self, values: Mapping[str, Any]) -> Callable[..., Algorithm]:
+        """Return the builder with the values of a point that a program cannot leave open."""
+        fixed = {name: value for name, value in values.items() if name in self.fixed}
+        return functools.partial(self.method.build, **fixed) if fixed else self.method.build
+
+    def open(self, points: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+        """Return columns of the values that a program leaves open."""
+        names = [name for name in points[0] if name not in self.fixed]
+        return {name: [float(values[name]) for values in points] for name in names}
+
+
+def _with_unseen(result: Result, score: float) -> Result:
+    """Return a result with the newcomers' score in the last row of metrics."""
+    *earlier, last = result.metrics
+    return result._replace(metrics=[*earlier, last | {"unseen": score}])
+
+
+def prepared_runs(
+    name: str,
+    method: Candidate,
+    populations: Sequence[Clients],
+    rounds: int,
+    root: pathlib.Path | None,
+    options: dict[str, Any],
+) -> CandidateRuns:
+    """Build every point of a method, and check it for all clients. Nothing is compiled.
+
+    Raises:
+        ValueError: A point cannot be built or run. The message names the method and the point.
+        TypeError: A point has the wrong type. The message names the method and the point.
+    """
+    rounds = method.rounds or rounds
+    different = list({_signature(clients): clients for clients in populations}.values())
+    algorithms = []
+    for index in range(method.number):
+        with _naming(name, method.point(index)):
+            algorithms.append(check_instance("build(...)", method.at(index), (Algorithm,)))
+    with _naming(name, method.point(0)):
+        check_algorithm(algorithms[0], different[0], rounds)
+    fixed = _fixed(method, different[0], rounds)
+    runs = CandidateRuns(name, method, algorithms, fixed, rounds, root, options)
+    points = [runs.point(index, 1.0) for index in range(method.number)]
+    for group in runs.groups(points).values():
+        for clients in different:
+            with _naming(name, method.point(group[0])):
+                update = check_algorithm(algorithms[group[0]], clients, rounds)
+            # The others differ only in numbers, for which a mechanism may still raise an error.
+            for index in group[1:]:
+                with _naming(name, method.point(index)):
+                    check_mechanism(algorithms[index], clients, update)
+        values = [points[index][1] for index in group]
+        unclipped = [index for index in group if math.isinf(algorithms[index].mechanism.clip)]
+        if unclipped and noisy(Points(runs.build(values[0]), _floats(runs.open(values)))):
+            raise ValueError(
+                f"{_where(name, method.point(unclipped[0]))}: clip must be finite with noise, "
+                "which is in multiples of it, got clip=inf. Give a large number, or a candidate "
+                "that takes no noise_multiplier."
+            )
+    return runs
+
+
+def _fixed(method: Candidate, clients: Clients, rounds: int) -> frozenset[str]:
+    """Return the arguments whose values a program cannot leave open, by tracing the method."""
+    values = method.point(0) | ({"noise_multiplier": 1.0} if method.private else {})
+
+    def numeric(column: Sequence[Any]) -> bool:
+        return all(isinstance(one, int | float) and not isinstance(one, bool) for one in column)
+
+    numbers = [name for name in values if numeric(method.points.get(name, [0.0]))]
+    traced = functools.partial(_traced, clients=clients, rounds=rounds)
+
+    def works(names: Sequence[str]) -> bool:
+        fixed = {name: value for name, value in values.items() if name not in names}
+        columns = _floats({name: [values[name]] for name in names})
+        points = Points(functools.partial(method.build, **fixed), columns)
+        # Any error means that these arguments cannot be open, because all was well without them.
+        with contextlib.suppress(Exception):
+            jax.eval_shape(over_points(traced, points))
+            return True
+        return False
+
+    open_names = numbers
+    if numbers and not works(numbers):
+        open_names = [name for name in numbers if works([name])]
+        open_names = open_names if open_names and works(open_names) else []
+    return frozenset(values.keys() - set(open_names))
+
+
+def _traced(algorithm: Algorithm, clients: Clients, rounds: int) -> jax.Array:
+    """Trace an algorithm in a round, except for the sums over clients."""
+    update = check_algorithm(algorithm, clients, rounds)
+    memory = algorithm.mechanism.init(key_of(0), lambda: update, clients.number)
+    algorithm.mechanism.draw(key_of(0), memory, jnp.int32(0), clients.number)
+    return jnp.zeros(())
+
+
+def _signature(clients: Clients) -> tuple:
+    """Return the shapes, dtypes and labels that decide whether a model fits the clients."""
+    inputs = clients.inputs
+    labels = np.asarray(clients.labels)
+    ends = (labels.min().item(), labels.max().item()) if labels.size else ()
+    return (
+        clients.number,
+        inputs.shape[1:],
+        str(inputs.dtype),
+        labels.shape[1:],
+        str(labels.dtype),
+        ends,
+    )
+
+
+def common_task(runs: Sequence[CandidateRuns]) -> Any:
+    """Return the task of all points, which must be scored by the same metric.
+
+    Raises:
+        ValueError: A point has another headline metric, or sends something although others of its
+            method send nothing. The message names the point.
+    """
+    task = runs[0].algorithm.model.task
+    for of_method in runs:
+        for index, algorithm in enumerate(of_method.algorithms):
+            where = _where(of_method.name, of_method.method.point(index))
+            own = algorithm.model.task
+            if own.headline != task.headline:
+                raise ValueError(
+                    f"{where}: methods must be scored by the same metric, got {own.headline!r} and "
+                    f"{task.headline!r}. Give models whose tasks have one first metric."
+                )
+            if algorithm.mechanism.communicates == of_method.silent:
+                raise ValueError(
+                    f"{where}: points must all send updates or all send none, got both kinds. "
+                    "Give a candidate for each kind."
+                )
+    return task
+
+
+@contextlib.contextmanager
+def _naming(name: str, point: Mapping[str, Any]) -> Iterator[None]:
+    """Name the method and the point in errors of the block, as a TypeError or a ValueError."""
+    try:
+        yield
+    except Exception as error:
+        known = isinstance(error, TypeError | ValueError)
+        text = str(error) if known else f"{type(error).__name__}: {error}"
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{_where(name, point)}: {text}") from error
+
+
+def _where(name: str, point: Mapping[str, Any]) -> str:
+    method = f"methods[{name!r}]"
+    return f"{method} at {_points_text([point])}" if point else method
+
+
+def _points_text(points: Sequence[Mapping[str, Any]]) -> str:
+    """Return the first three points, and the number of the others, as text."""
+    texts = []
+    for point in points[:3]:
+        arguments = ", ".join(f"{name}={show(value)}" for name, value in point.items())
+        texts.append(f"({arguments})")
+    text = ", ".join(texts)
+    return f"{text} and {len(points) - 3} more points" if len(points) > 3 else text
+
+
+def _floats(columns: Mapping[str, Sequence[Any]]) -> dict[str, np.ndarray]:
+    return {name: np.asarray(column, np.float32) for name, column in columns.items()}
+
+
+def _noise_of(epsilon: float, options: Mapping[str, Any]) -> float:
+    """Return the noise multiplier of an epsilon, which is 0 for infinity."""
+    return 0.0 if math.isinf(epsilon) else calibrate(epsilon, **options)
+
+
+def _exposed(mechanism: Mechanism, clients: int, rounds: int) -> np.ndarray:
+    """Return the numbers from which an epsilon follows.
+
+    These are the multipliers of the sums, by round and client, and the amplification.
+    """
+    view = mechanism.view(mechanism.planned(clients, rounds), "aggregate")
+    return np.column_stack([view.multiplier, view.hidden * view.rate])

@@ -1,0 +1,236 @@
+"""Candidates of a comparison: methods, and the points of each that tuning tries."""
+
+import functools
+import inspect
+import itertools
+import math
+import re
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import scipy
+
+from jaxfl._validate import (
+    check_array,
+    check_callable,
+    check_count,
+    check_instance,
+    checked,
+    plain,
+    show,
+)
+from jaxfl.run.check import check_columns, check_values
+from jaxfl.run.report import FILES
+from jaxfl.types import Algorithm
+
+
+class Candidate(NamedTuple):
+    """Method of a comparison, with the points that tuning tries.
+
+    Args:
+        build: Function from keyword arguments to an algorithm, as in `jaxfl.sweep`. If it takes
+            `noise_multiplier`, the method is run at every epsilon. Otherwise, or if a partial has
+            fixed this argument, the method is run once.
+        points: Columns of values to try, by argument of `build` (see `grid` and `spread`). Values
+            are numbers, or anything else that `build` takes, such as models. One program runs all
+            points whose values decide neither a shape nor a Python branch. Values that do, such as
+            batch sizes, epochs and models, have a program each.
+        rounds: Number of rounds of this method. None stands for the comparison's. A method that
+            sends nothing stops at the round that is best on validation examples, so give it as many
+            rounds as it can use.
+    """
+
+    build: Callable[..., Algorithm]
+    points: Mapping[str, Sequence[Any]] = {}
+    rounds: int | None = None
+
+    @property
+    def private(self) -> bool:
+        """Whether the method takes noise, which no partial has fixed."""
+        fixed = self.build.keywords if isinstance(self.build, functools.partial) else {}
+        return "noise_multiplier" in inspect.signature(self.build).parameters.keys() - fixed.keys()
+
+    @property
+    def number(self) -> int:
+        """Number of points that tuning tries."""
+        # A method without columns has one point, which has no arguments.
+        return len(next(iter(self.points.values()), (0,)))
+
+    def point(self, index: int) -> dict[str, Any]:
+        """Return the arguments of a point."""
+        return {argument: column[index] for argument, column in self.points.items()}
+
+    def at(self, index: int) -> Algorithm:
+        """Return the algorithm of a point, with a noise multiplier of 1 if it takes noise."""
+        noise = {"noise_multiplier": 1.0} if self.private else {}
+        return self.build(**self.point(index), **noise)
+
+
+def grid(**axes: Any) -> dict[str, list[Any]]:
+    """Return all combinations of some values, as columns. Integers stay integers.
+
+    Args:
+        axes: Values of each argument.
+
+    Raises:
+        ValueError: An argument has no values, or has NaN or complex numbers.
+        TypeError: The values of an argument are not a list.
+
+    >>> grid(rate=[0.1, 0.3], batch_size=[4, 8])
+    {'rate': [0.1, 0.1, 0.3, 0.3], 'batch_size': [4, 8, 4, 8]}
+    """
+    columns = _check_columns("axes", axes)
+    if empty := [name for name, axis in columns.items() if not axis]:
+        raise ValueError(
+            f"{empty[0]} must have at least one value, got {axes[empty[0]]!r}. "
+            "Add one value, or leave the argument out."
+        )
+    points = itertools.product(*columns.values())
+    return {name: list(column) for name, column in zip(columns, zip(*points), strict=True)}
+
+
+@checked()
+def spread(number: int, **axes: Any) -> dict[str, list[float]]:
+    """Return points that fill a box of positive numbers evenly, as columns.
+
+    The scale is logarithmic, and the points are Halton's sequence. They give methods of one, two
+    and three arguments the same number of points. Points are rounded to six digits. Otherwise they
+    could differ between processors in the last digits. A comparison that was begun on one processor
+    could then not be resumed on another.
+
+    Args:
+        number: Number of points.
+        axes: Two ends above 0 of each argument, the smaller one first.
+
+    >>> spread(3, rate=(0.01, 1.0), clip=(0.1, 10.0))
+    {'rate': [0.1, 0.0316228, 0.316228], 'clip': [0.464159, 2.15443, 0.16681]}
+    """
+    for name, ends in check_values("axes", axes).items():
+        if len(ends) != 2 or not 0 < ends[0] < ends[1] < math.inf:
+            raise ValueError(
+                f"{name} must be two finite numbers above 0, got {show(axes[name])}. "
+                "Give the smaller one first."
+            )
+    if not axes:
+        return {}
+    low, high = np.log(list(axes.values())).T
+    # The first point of the sequence is the origin, which is skipped.
+    sequence = scipy.stats.qmc.Halton(len(axes), scramble=False).fast_forward(1)
+    points = np.exp(low + sequence.random(number) * (high - low))
+    columns = zip(axes, points.T, strict=True)
+    return {name: [float(f"{value:.6g}") for value in column] for name, column in columns}
+
+
+def _check_columns(name: str, value: Any) -> dict[str, list[Any]]:
+    """Require columns of values by argument, and return them with numbers of Python."""
+    return check_columns(name, value, _check_column, "values")
+
+
+def _check_column(name: str, value: Any) -> list[Any]:
+    if isinstance(value, np.ndarray | jax.Array):
+        array = check_array(name, value)
+        if array.ndim != 1:
+            raise ValueError(f"{name} must be a vector, got {show(value)}. Give a list of values.")
+        value = array.tolist()
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise TypeError(
+            f"{name} must be a list of values, got {show(value)}. Give a list, even of one value."
+        )
+    column = [plain(item) for item in value]
+    for item in column:
+        if isinstance(item, complex) or (isinstance(item, float) and math.isnan(item)):
+            raise ValueError(
+                f"{name} must not have NaN or complex numbers, got {show(value)}. "
+                "Give real numbers, or other values."
+            )
+    return column
+
+
+def check_methods(name: str, value: Any) -> dict[str, Candidate]:
+    """Require candidates by names that the folders of a comparison can have."""
+    if not isinstance(value, Mapping) or not value:
+        raise TypeError(
+            f"{name} must be candidates by name, got {show(value)}. "
+            "Give for instance {'DP-FedAvg': Candidate(build)}."
+        )
+    taken = {_name_in_folder(file): f"{file!r}, a file of a comparison or a run" for file in FILES}
+    for method in value:
+        _check_name(name, method, value)
+        if (other := taken.get(_name_in_folder(method))) is not None:
+            raise ValueError(
+                f"{name} must have different names, got {method!r} and {other}, which may be the "
+                "same in a folder. Choose another name."
+            )
+        taken[_name_in_folder(method)] = repr(method)
+    return {
+        method: _check_candidate(f"{name}[{method!r}]", candidate)
+        for method, candidate in value.items()
+    }
+
+
+def _name_in_folder(name: str) -> str:
+    """Return a name without case and forms of accents, which some file systems ignore."""
+    return unicodedata.normalize("NFKC", name).casefold()
+
+
+def _check_name(name: str, method: Any, methods: Mapping[Any, Any]) -> None:
+    """Require a name that a folder can have and that is not hidden."""
+    allowed = isinstance(method, str) and re.fullmatch(r"[^./\\\x00-\x1f][^/\\\x00-\x1f]*", method)
+    if not allowed or len(method.encode(errors="replace")) > 200:
+        raise ValueError(
+            f"{name} must have names that a folder can have, got {show(method)} in "
+            f"{show(methods)}. Give at most 200 bytes of text without slashes and control "
+            "characters, which does not begin with a dot."
+        )
+
+
+def _check_candidate(name: str, value: Any) -> Candidate:
+    candidate = check_instance(name, value, (Candidate,))
+    check_callable(f"{name}.build", candidate.build)
+    if candidate.rounds is not None:
+        check_count(f"{name}.rounds", candidate.rounds)
+    points = _check_columns(f"{name}.points", candidate.points)
+    lengths = {argument: len(column) for argument, column in points.items()}
+    if len(set(lengths.values())) > 1 or 0 in lengths.values() or "noise_multiplier" in points:
+        raise ValueError(
+            f"{name}.points must be columns of one length, without noise_multiplier, got columns "
+            f"of {lengths}. Give each point a value in every column."
+        )
+    return candidate._replace(points=points)
+
+
+def is_json_value(value: Any) -> bool:
+    """Return whether JSON has such a value."""
+    return value is None or isinstance(value, str | bool | int | float)
+
+
+def texts_of(column: Sequence[Any]) -> list[str]:
+    """Return a text for each value, for folders and reports.
+
+    Equal values have the same text, and different values have different texts.
+
+    >>> texts_of([4, 8, 4, "a/b", "a:b"])
+    ['4', '8', '4', 'a-b', 'a-b 2']
+    """
+    texts: dict[Any, str] = {}
+    for value in column:
+        if _identity(value) in texts:
+            continue
+        given = value
+        if not is_json_value(value):
+            given = getattr(value, "name", getattr(value, "__name__", type(value).__name__))
+        first = text = re.sub(r"[^\w.+-]+", "-", str(given))[:60]
+        again = 2
+        while text in texts.values():
+            text = f"{first} {again}"
+            again += 1
+        texts[_identity(value)] = text
+    return [texts[_identity(value)] for value in column]
+
+
+def _identity(value: Any) -> Any:
+    """Return a key that is the same for equal values of JSON, or for the same other object."""
+    return (type(value), value) if is_json_value(value) else id(value)

@@ -109,12 +109,11 @@ def measure(
     algorithm, population = algorithm_of(work, model=model_of(work, form)), shapes_of(work, clients)
     tried = (footprint(chip, algorithm, population, chunk=chunk, trips=trips) for chunk in chunks)
     found = min(tried, key=lambda one: one.microseconds)
-    if form == "pallas":
-        # The operations of a Pallas kernel do not appear as products of the program.
-        plain = algorithm_of(work, model=model_of(work, "lax"))
-        found = found._replace(
-            flops=step_flops(plain, abstract_population(population, device_of(chip)))
-        )
+    # The operations of a Pallas kernel do not appear as products of the program, but those of the
+    # plain form do, and are as many.
+    plain = algorithm_of(work, model=model_of(work, "lax"))
+    operations = step_flops(plain, abstract_population(population, device_of(chip)))
+    found = found._replace(flops=max(found.flops, operations))
     return {
         "chunk": found.chunk,
         "kernels": found.kernels,

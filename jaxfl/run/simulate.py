@@ -52,6 +52,7 @@ from jaxfl.run.health import Watch
 from jaxfl.run.lock import Lock
 from jaxfl.run.randomness import Streams, check_apart
 from jaxfl.run.recorder import EvaluationSchedule, Journal, Recorded, Result
+from jaxfl.run.trained import Origin
 from jaxfl.types import Algorithm, Clients, Tree
 
 _SEGMENT_SECONDS = 10.0
@@ -392,6 +393,7 @@ class _Run:
         for other in algorithms[1:]:
             check_mechanism(other, clients, self.update)
         self.rounds = rounds
+        self.key = key
         self.clients = clients
         self.points = points
         self.progress = settings.progress
@@ -497,9 +499,18 @@ class _Run:
                 memory=center.memory,
                 states=rows,
                 restored=self.restored,
+                origin=origin,
             )
-            for result, center, rows in zip(results, centers, states, strict=True)
+            for result, center, rows, origin in zip(
+                results, centers, states, self._origins(), strict=True
+            )
         ]
+
+    def _origins(self) -> list[Origin]:
+        """Return what each run's models are made from, besides its states."""
+        keys = self._split(self.key)
+        pairs = zip(self.journals, keys, strict=True)
+        return [Origin(journal.algorithm, self.clients, key) for journal, key in pairs]
 
     def _centers(self) -> list[Center]:
         """Return each run's part of the shared state, on the devices."""

@@ -3,6 +3,8 @@
 from jaxfl import algorithms, callbacks, data, models, privacy, tasks
 from jaxfl.engine.memo import clear_caches
 from jaxfl.local import LocalSGD
+from jaxfl.models.saved import load_model
+from jaxfl.models.trained import TrainedModel
 from jaxfl.run.attack import membership
 from jaxfl.run.candidates import Candidate, grid, spread
 from jaxfl.run.compare import compare
@@ -31,6 +33,7 @@ __all__ = [
     "Result",
     "Task",
     "Terms",
+    "TrainedModel",
     "algorithms",
     "callbacks",
     "clear_caches",
@@ -39,6 +42,7 @@ __all__ = [
     "data",
     "evaluate",
     "grid",
+    "load_model",
     "membership",
     "models",
     "privacy",

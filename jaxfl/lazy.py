@@ -17,3 +17,5 @@ class _Lazy:
 dp_accounting: Any = _Lazy("dp_accounting")
 nnx: Any = _Lazy("flax.nnx")
 orbax: Any = _Lazy("orbax.checkpoint")
+safetensors: Any = _Lazy("safetensors")
+safetensors_numpy: Any = _Lazy("safetensors.numpy")

@@ -17,6 +17,8 @@ import optax
 from jax import Array
 from jaxtyping import Bool, Float, Int, Shaped
 
+from jaxfl.recipes import Recipe, with_recipe
+
 Loss: TypeAlias = Callable[[Array, Array], Float[Array, "B"]]
 """Function from a batch's outputs and labels to the loss of each example."""
 
@@ -92,6 +94,16 @@ def _anything(outputs: jax.ShapeDtypeStruct, labels: np.ndarray) -> None:
     """Accept any outputs and labels."""
 
 
+def _unchanged(outputs: Array) -> Array:
+    """Return the outputs as they are."""
+    return outputs
+
+
+def _most_likely(logits: Float[Array, "... K"]) -> Int[Array, "..."]:
+    """Return the class of the largest logit."""
+    return jnp.argmax(logits, axis=-1)
+
+
 @dataclasses.dataclass(frozen=True)
 class Task:
     """The meaning of a model's outputs and labels: a loss, and metrics.
@@ -105,6 +117,7 @@ class Task:
         check: Function that raises a ValueError where outputs do not fit the labels of all
             examples. Its first argument has the shape and dtype of the outputs for a batch of 2. A
             run puts the model and its inputs before the message. The default accepts everything.
+        predict: Function from a batch's outputs to predictions. The default returns the outputs.
 
     >>> late = average(lambda outputs, labels: outputs[:, 0] > labels, lower_is_better=True)
     >>> task = Task("delay", lambda outputs, labels: (outputs[:, 0] - labels) ** 2, {"late": late})
@@ -116,6 +129,9 @@ class Task:
     loss: Loss
     metrics: Mapping[str, Metric]
     check: Callable[[jax.ShapeDtypeStruct, np.ndarray], None] = _anything
+    predict: Callable[[Array], Array] = _unchanged
+    recipe: Recipe | None = dataclasses.field(default=None, repr=False, compare=False)
+    """How a builder made the task (see `jaxfl.recipes`)."""
 
     def __post_init__(self) -> None:
         taken = RESERVED | {"loss", "test_size", "participations"}
@@ -142,6 +158,11 @@ class Task:
     def headline(self) -> str:
         """The name of the first metric."""
         return next(iter(self.metrics))
+
+    @property
+    def functions(self) -> tuple[Any, ...]:
+        """The functions that decide losses, scores and predictions."""
+        return self.loss, self.metrics, self.predict
 
     def mean_loss(
         self, outputs: Array, labels: Array, weights: Float[Array, "B"]
@@ -209,6 +230,7 @@ def one_hot_error(outputs: Float[Array, "B K"], labels: Int[Array, "B"]) -> Floa
     return jnp.mean((outputs - targets) ** 2, axis=-1)
 
 
+@with_recipe
 def classification(*metrics: str) -> Task:
     """Return the task of predicting one of K classes, by cross-entropy.
 
@@ -245,9 +267,11 @@ def classification(*metrics: str) -> Task:
             )
         _check_labels(labels, 1, outputs.shape[1], "one whole number per example")
 
-    return Task("classification", cross_entropy, _chosen(known, metrics or ("accuracy",)), check)
+    chosen = _chosen(known, metrics or ("accuracy",))
+    return Task("classification", cross_entropy, chosen, check, _most_likely)
 
 
+@with_recipe
 def multi_label(*metrics: str) -> Task:
     """Return the task of predicting any of K labels, by the mean binary cross-entropy.
 
@@ -280,9 +304,11 @@ def multi_label(*metrics: str) -> Task:
                 "Give 1 for the labels of an example, and 0 for others."
             )
 
-    return Task("multi_label", loss, _chosen(known, metrics or tuple(known)), check)
+    chosen = _chosen(known, metrics or tuple(known))
+    return Task("multi_label", loss, chosen, check, lambda outputs: outputs > 0)
 
 
+@with_recipe
 def regression(*metrics: str) -> Task:
     """Return the task of predicting numbers, by the mean squared error.
 
@@ -358,9 +384,15 @@ def regression(*metrics: str) -> Task:
                 "Give outputs of that shape, or [B, 1] for labels [D]."
             )
 
-    return Task("regression", loss, _chosen(known, metrics or tuple(known)), check)
+    def predict(outputs: Array) -> Array:
+        # Labels of one number per example usually have the shape [D].
+        return outputs[:, 0] if outputs.shape[1:] == (1,) else outputs
+
+    chosen = _chosen(known, metrics or tuple(known))
+    return Task("regression", loss, chosen, check, predict)
 
 
+@with_recipe
 def next_token(*metrics: str, ignore: int = -1) -> Task:
     """Return the task of predicting one of V tokens at each position, by cross-entropy.
 
@@ -422,7 +454,8 @@ def next_token(*metrics: str, ignore: int = -1) -> Task:
             )
         _check_labels(counted, 1, outputs.shape[2], "whole numbers")
 
-    return Task("next_token", loss, _chosen(known, metrics or tuple(known)), check)
+    chosen = _chosen(known, metrics or tuple(known))
+    return Task("next_token", loss, chosen, check, _most_likely)
 
 
 def _chosen(known: dict[str, Metric], names: tuple[str, ...]) -> dict[str, Metric]:

@@ -16,6 +16,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int, Integer, Key, Shaped
 
 from jaxfl.backend import backend
+from jaxfl.recipes import Recipe
 from jaxfl.tasks import Task, classification
 
 Params: TypeAlias = Any
@@ -219,6 +220,7 @@ class Model(NamedTuple):
     - `vocabulary` is the number of rows of the table that whole-number inputs index. None means
       that it is unknown, or that there is no table. A run checks the inputs against it, because JAX
       reads another row for an index outside the table.
+    - `recipe` says how a builder made the model (see `jaxfl.recipes`), so that a file can say it.
     """
 
     name: str
@@ -236,6 +238,12 @@ class Model(NamedTuple):
     task: Task = classification()
     frozen: Params = ()
     vocabulary: int | None = None
+    recipe: Recipe | None = None
+
+    @property
+    def functions(self) -> tuple[Any, ...]:
+        """The functions that decide the outputs."""
+        return self.init, self.prepare, self.apply
 
     @property
     def largest_part(self) -> int | None:

@@ -3,7 +3,14 @@
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import numpy as np
 from jax.extend import core
+from jaxtyping import Shaped
+
+from jaxfl.types import Model
+
+_PART = 4096
+"""Number of examples that are checked at once."""
 
 _KEEPS_VALUES = {
     "broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "expand_dims", "gather",
@@ -23,6 +30,31 @@ def tables_of(program: core.ClosedJaxpr) -> list[int]:
     """Return the numbers of rows of the tables that a program indexes by its unchanged inputs."""
     tables, _ = _follow(program.jaxpr, ["input"] * len(program.jaxpr.invars))
     return tables
+
+
+def check_table_rows(name: str, model: Model, inputs: Shaped[np.ndarray, "D ..."]) -> None:
+    """Require inputs that index a model's table to be whole numbers that lie in the table.
+
+    Args:
+        name: the name of the inputs, for errors.
+        model: the model, which knows the size of its table.
+        inputs: the examples, which may be a file that is larger than memory.
+    """
+    if model.vocabulary is None:
+        return
+    if inputs.dtype.kind == "u" and np.iinfo(inputs.dtype).max < model.vocabulary:
+        return
+    for start in range(0, len(inputs), _PART):
+        part = np.asarray(inputs[start : start + _PART])
+        outside = (part < 0) | (part >= model.vocabulary) | (part != np.floor(part))
+        if outside.any():
+            row = start + int(np.argwhere(outside)[0][0])
+            raise ValueError(
+                f"{name} must be whole numbers in [0, {model.vocabulary}), the rows of the table "
+                f"of model={model.name!r}, got {part[outside][0]} in row {row}. Correct the data, "
+                "for instance by a token of its own for padding and for unknown words, or make the "
+                "model for a larger vocabulary."
+            )
 
 
 def _follow(program: core.Jaxpr, origins: Sequence[_Origin]) -> tuple[list[int], list[_Origin]]:

@@ -10,6 +10,7 @@ from jaxtyping import Key
 
 from jaxfl._validate import key_of
 from jaxfl.models.wrap import with_either
+from jaxfl.recipes import valid_recipe
 from jaxfl.types import Model, Params, Tree
 
 
@@ -58,7 +59,7 @@ def extended(
 
         return with_entry
 
-    return model._replace(
+    longer = model._replace(
         name=f"{model.name}_{entry}",
         init=init,
         extract=model.extract and extract,
@@ -67,6 +68,10 @@ def extended(
         sum_grad_squared=None,
         ghost_norms=None,
     )
+    recipe = valid_recipe(model)
+    if recipe is not None:
+        recipe = recipe._replace(made=longer.functions, without=(*recipe.without, entry))
+    return longer._replace(recipe=recipe)
 
 
 def outputs_of(model: Model) -> Any:

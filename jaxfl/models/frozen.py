@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfl._validate import check_layers, checked, key_of, show
+from jaxfl.recipes import with_recipe
 from jaxfl.types import Model, Params, Tree
 
 
@@ -73,6 +74,7 @@ def current(own: Tree) -> Tree:
 
 
 @checked(train=check_layers)
+@with_recipe
 def frozen(model: Model, params: Params, *, train: Sequence[str] | None = None) -> Model:
     """Return a model in which some layers train and the others keep the given weights.
 

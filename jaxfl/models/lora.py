@@ -15,6 +15,7 @@ from jaxfl._validate import check_count, check_layers, check_positive, checked, 
 from jaxfl.models.frozen import check_params, layers_of, rebuilt
 from jaxfl.models.layers import Dense, FirstAxisDense
 from jaxfl.models.wrap import with_either
+from jaxfl.recipes import with_recipe
 from jaxfl.types import Model, Params, Tree
 
 
@@ -54,6 +55,7 @@ def _intercepted(interceptor: Callable) -> Iterator[None]:
 
 
 @checked(where=check_layers, train=check_layers, seed=functools.partial(check_count, least=0))
+@with_recipe
 def lora(
     model: Model,
     params: Params,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxfl._validate import checked
+from jaxfl.recipes import with_recipe
 from jaxfl.types import Model
 
 Precision = Literal["float32", "tf32", "bfloat16"]
@@ -19,6 +20,7 @@ _PRODUCTS = {"float32": "float32", "tf32": "tensorfloat32", "bfloat16": None}
 
 
 @checked()
+@with_recipe
 def with_precision(model: Model, precision: Precision) -> Model:
     """Return a model whose network computes at a precision, in training and evaluation.
 

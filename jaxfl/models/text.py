@@ -18,6 +18,7 @@ from jaxtyping import Float, Int, Shaped
 from jaxfl._validate import checked
 from jaxfl.models.layers import Classifier, FirstAxisDense
 from jaxfl.models.wrap import from_flax
+from jaxfl.recipes import with_recipe
 from jaxfl.tasks import classification, next_token
 from jaxfl.types import Model
 
@@ -29,6 +30,7 @@ The gradient of the product is a product too, while the gradient of an indexed t
 
 
 @checked()
+@with_recipe
 def gru(
     vocabulary: int = 80,
     length: int = 80,
@@ -60,6 +62,7 @@ def gru(
 
 
 @checked()
+@with_recipe
 def transformer(
     vocabulary: int = 80,
     length: int = 128,

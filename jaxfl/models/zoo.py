@@ -14,6 +14,7 @@ from jaxfl._validate import check_choice, check_counts, checked, key_of, show
 from jaxfl.backend import Form, Network, backend
 from jaxfl.models._convolution import to_pairs
 from jaxfl.models.layers import Classifier, Convolution, Dense, GroupNorm, as_floats
+from jaxfl.recipes import with_recipe
 from jaxfl.types import Model
 
 Shape = tuple[int, int, int]
@@ -169,6 +170,7 @@ def _check_vector_or_shape(name: str, value: Any) -> tuple[int, ...]:
 
 
 @checked(input_shape=_check_vector_or_shape, hidden=check_counts)
+@with_recipe
 def mlp(
     input_shape: tuple[int, ...] = (28, 28, 1),
     classes: int = 10,
@@ -200,6 +202,7 @@ def mlp(
 
 
 @checked(input_shape=_check_shape)
+@with_recipe
 def lenet(input_shape: Shape = (32, 32, 3), classes: int = 10, form: Form | None = None) -> Model:
     """Return LeNet: two 5x5 convolutions and dense layers of widths 120, 84 and `classes`.
 
@@ -220,6 +223,7 @@ def lenet(input_shape: Shape = (32, 32, 3), classes: int = 10, form: Form | None
 
 
 @checked(input_shape=_check_shape)
+@with_recipe
 def lenet_groupnorm(
     input_shape: Shape = (32, 32, 3), classes: int = 10, groups: int = 2, form: Form | None = None
 ) -> Model:
@@ -256,6 +260,7 @@ _FEDDPA_CLASSES = {
 
 
 @checked(dataset=functools.partial(check_choice, choices=tuple(_FEDDPA_CLASSES)))
+@with_recipe
 def feddpa_cnn(
     dataset: str = "cifar10", classes: int | None = None, form: Form | None = None
 ) -> Model:
@@ -298,6 +303,7 @@ def feddpa_cnn(
 
 
 @checked(input_shape=_check_shape)
+@with_recipe
 def digits_cnn(
     input_shape: Shape = (8, 8, 1), classes: int = 10, form: Form | None = None
 ) -> Model:
@@ -316,6 +322,7 @@ def digits_cnn(
 
 
 @checked(input_shape=_check_shape)
+@with_recipe
 def resnet20(
     input_shape: Shape = (32, 32, 3), classes: int = 10, groups: int = 2, form: Form | None = None
 ) -> Model:

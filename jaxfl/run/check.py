@@ -23,6 +23,7 @@ from jaxfl._validate import (
 )
 from jaxfl.data.load import check_inputs, check_targets
 from jaxfl.local.train import restarted
+from jaxfl.models._tables import check_table_rows
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.tasks import Task
@@ -39,9 +40,6 @@ from jaxfl.types import (
 )
 
 _LOG = logging.getLogger("jaxfl")
-
-_PART = 4096
-"""Number of rows of the store that are checked at once."""
 
 
 def check_clients(name: str, value: Any) -> Clients:
@@ -373,7 +371,7 @@ def _check_model(model: Model, clients: Clients, key: Any) -> Tree:
             f"{subject} must map a batch of 2 to outputs [2, ...], got {outputs.shape}. "
             "Give each example its outputs."
         )
-    _check_indices(model, clients)
+    check_table_rows("clients.inputs", model, clients.inputs)
     labels = np.asarray(clients.labels)
     check_instance("model.task", model.task, (Task,))
     try:
@@ -383,26 +381,6 @@ def _check_model(model: Model, clients: Clients, key: Any) -> Tree:
     batch_labels = jax.ShapeDtypeStruct((2, *labels.shape[1:]), _canonical(labels.dtype))
     _check_task(model.task, outputs, batch_labels)
     return params
-
-
-def _check_indices(model: Model, clients: Clients) -> None:
-    """Require inputs that index a table to be whole numbers that lie in the table."""
-    if model.vocabulary is None:
-        return
-    if clients.inputs.dtype.kind == "u" and np.iinfo(clients.inputs.dtype).max < model.vocabulary:
-        return
-    # The store may be a file that is larger than memory.
-    for start in range(0, len(clients.inputs), _PART):
-        part = np.asarray(clients.inputs[start : start + _PART])
-        outside = (part < 0) | (part >= model.vocabulary) | (part != np.floor(part))
-        if outside.any():
-            row = start + int(np.argwhere(outside)[0][0])
-            raise ValueError(
-                f"clients.inputs must be whole numbers in [0, {model.vocabulary}), the rows of the "
-                f"table of model={model.name!r}, got {part[outside][0]} in row {row}. Correct the "
-                "data, for instance by a token of its own for padding and for unknown words, or "
-                "make the model for a larger vocabulary."
-            )
 
 
 def _check_task(task: Task, outputs: Any, labels: Any) -> None:

@@ -21,6 +21,7 @@ from jaxfl.run.lock import Lock
 from jaxfl.run.loop import SEGMENT_ROUNDS, Loop
 from jaxfl.run.plan import Engine, RunPlan
 from jaxfl.run.recorder import EvaluationSchedule, Journal, Result
+from jaxfl.run.trained import Origin
 from jaxfl.types import Tree
 
 _PICTURES = 20
@@ -179,12 +180,23 @@ def _how_to_go_on(done: int, newest: str) -> str:
 
 def _with_states(results: Sequence[Result], loop: Loop) -> list[Result]:
     """Return the results with the states of server, mechanism and clients."""
+    plan = loop.plan
     states: Sequence[Tree] = [()] * len(results)
     if loop.keeps_states:
-        states = loop.plan.split(loop.engine.all_states())
+        states = plan.split(loop.engine.all_states())
+    origins = [
+        Origin(algorithm, plan.clients, key)
+        for algorithm, key in zip(plan.algorithms, plan.split(plan.key), strict=True)
+    ]
     return [
         result._replace(
-            server=center.server, memory=center.memory, states=rows, restored=loop.restored
+            server=center.server,
+            memory=center.memory,
+            states=rows,
+            restored=loop.restored,
+            origin=origin,
         )
-        for result, center, rows in zip(results, loop.centers(), states, strict=True)
+        for result, center, rows, origin in zip(
+            results, loop.centers(), states, origins, strict=True
+        )
     ]

@@ -190,12 +190,16 @@ def of_value(name: str, value: Any) -> Facts:
 
 def of_versions(mesh: Mesh) -> Facts:
     """Return versions, devices and settings of JAX, which also affect the results of a program."""
-    versions = {name: _version(name) for name in _VERSIONED_PACKAGES}
     device = mesh.devices.flat[0]
     devices = {"format": FORMAT, "device": device.device_kind, "devices": mesh.size}
     names = ("jax_enable_x64", "jax_threefry_partitionable")
     settings = {name: getattr(jax.config, name) for name in names}
-    return versions | devices | settings
+    return versions() | devices | settings
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that affect results."""
+    return {name: _version(name) for name in _VERSIONED_PACKAGES}
 
 
 def differences(stored: Facts, current: Facts) -> list[str]:

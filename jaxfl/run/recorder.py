@@ -2,21 +2,32 @@
 
 import functools
 import math
+import os
 import pathlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxfl import files
+from jaxfl._validate import check_path
 from jaxfl.engine.evaluate import PerClient, summarize
 from jaxfl.engine.round import Records
+from jaxfl.models.saved import save_models
+from jaxfl.models.trained import TrainedModel
 from jaxfl.privacy.accounting import first_rounds, planned_ledger, running_epsilon
 from jaxfl.privacy.audit import Scores, audit_report, told
 from jaxfl.privacy.statement import privacy_statement, split_clients, with_audit, without_clients
 from jaxfl.run import plots, report
 from jaxfl.run.health import remedy
+from jaxfl.run.trained import (
+    PERSONAL_MODELS,
+    Origin,
+    Snapshot,
+    global_model,
+    personal_model,
+)
 from jaxfl.types import Algorithm, Clients, Ledger, Tree
 
 
@@ -46,6 +57,94 @@ class Result(NamedTuple):
 
     Only updates of clients with training examples count.
     """
+    origin: Origin | None = None
+    """What `model` needs besides the states."""
+
+    def model(self, client: int | None = None) -> TrainedModel:
+        r"""Return the trained model, which maps inputs to outputs and to predictions.
+
+        The global model is the one that the server broadcasts. A client's own model has the weights
+        with which the client is evaluated:
+
+        .. math:: \mathrm{personalize}(\theta, c_i, D_i)
+
+        Its scores are those of `scores`, up to rounding.
+
+        Args:
+            client: Number of a client, from 0. None returns the global model.
+
+        Guarantee: The statement covers the global model, which follows from what its observer of
+            noisy sums and broadcasts sees. No epsilon covers a client's own model, which was fitted
+            to the client's examples without noise. `about["privacy"]` says so.
+
+        Raises:
+            ValueError: There is no client of this number, or the method has no global model, as
+                `ifca` with its clusters, `fedrep` with its heads, and `local_only`.
+
+        >>> from jaxfl import simulate
+        >>> from jaxfl.algorithms import dp_fedavg_fb
+        >>> from jaxfl.data import iid, load, make_clients, matching
+        >>> from jaxfl.models import mlp
+        >>> from jaxfl.privacy import Full
+        >>> digits = load("digits")
+        >>> rows = iid(digits.train_labels, 20, seed=0)
+        >>> tests = matching(rows, digits.train_labels, digits.test_labels, seed=0)
+        >>> network = mlp((8, 8, 1), 10, hidden=(16,))
+        >>> method = dp_fedavg_fb(network, clip=1.0, noise_multiplier=10.0, sampling=Full())
+        >>> clients = make_clients(digits, rows, tests)
+        >>> result = simulate(0, method, clients, rounds=1, progress=False)
+        >>> result.model().about["privacy"]  # doctest: +ELLIPSIS
+        "This model follows from what the statement's observer of ... sees. Epsilon 0.3..."
+        >>> result.model(client=3).about["privacy"]  # doctest: +ELLIPSIS
+        'This model was fitted to the examples of client 3 without noise. No epsilon covers it...'
+        """
+        origin = self._known_origin()
+        made = Snapshot(self.server, self.states, len(self.ledger.participants))
+        if client is None:
+            return global_model(origin, made, self.statement)
+        return personal_model(origin, made, client)
+
+    def _known_origin(self) -> Origin:
+        if self.origin is None:
+            raise ValueError(
+                "result must be from `simulate` or `sweep`, got one without an origin. Run the "
+                "method to make its models."
+            )
+        return self.origin
+
+    def save(
+        self, path: str | os.PathLike, client: int | Literal["all"] | None = None
+    ) -> pathlib.Path:
+        """Write a trained model into a file of safetensors, and return its path.
+
+        The file has the weights, and a JSON text in its header that says what they are: method,
+        round, network, task, versions, and which epsilon covers them. Nothing is pickled.
+        `jaxfl.load_model` reads it in another process.
+
+        Args:
+            path: The file, for instance "model.safetensors". An earlier file of this function is
+                replaced, and nothing else is.
+            client: Number of a client, from 0, whose own model is written. "all" writes the own
+                models of all clients into one file. None writes the global model.
+
+        Guarantee: As in `model`. The file of a global model has the privacy statement, without
+            epsilons of single clients. The file of a client's own model says that no epsilon covers
+            it.
+
+        Raises:
+            ValueError: The path belongs to something else, there is no client of this number, or
+                the method has no global model.
+        """
+        path = pathlib.Path(check_path("path", path))
+        if client == "all":
+            number = self._known_origin().clients.number
+            models = [self.model(i) for i in range(number)]
+            about = models[0].about | {"client": "all", "privacy": PERSONAL_MODELS}
+            save_models(path, models, about)
+        else:
+            model = self.model(client)
+            save_models(path, [model], model.about)
+        return path
 
 
 class EvaluationSchedule(NamedTuple):

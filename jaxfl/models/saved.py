@@ -1,0 +1,349 @@
+"""Files of trained models: safetensors, with a JSON text that says what the model is.
+
+A file holds numbers and text only, so that loading one runs no code of its writer. The text names
+the builder of the network and its arguments. A network of one's own has no such name, and
+`load_model` takes it as an argument.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfl import tasks
+from jaxfl._validate import check_count, check_path, checked, count_from_0, key_of, show
+from jaxfl.files import kind, replacing
+from jaxfl.lazy import safetensors, safetensors_numpy
+from jaxfl.models.frozen import frozen
+from jaxfl.models.lora import lora
+from jaxfl.models.precision import with_precision
+from jaxfl.models.text import gru, transformer
+from jaxfl.models.trained import TrainedModel
+from jaxfl.models.zoo import digits_cnn, feddpa_cnn, lenet, lenet_groupnorm, mlp, resnet20
+from jaxfl.recipes import valid_recipe
+from jaxfl.tasks import Task
+from jaxfl.types import Model, Params, Tree
+
+FORMAT = 1
+"""Version of the files."""
+
+_TEXT = "jaxfl"
+"""Name of the JSON text in a file's header."""
+
+_NETWORKS = (mlp, lenet, lenet_groupnorm, feddpa_cnn, digits_cnn, resnet20, gru, transformer)
+_BUILDERS: dict[str, Callable[..., Model]] = {
+    build.__name__: build for build in (*_NETWORKS, frozen, lora, with_precision)
+}
+"""Builders that a file may name."""
+
+_TASKS: dict[str, Callable[..., Task]] = {
+    "classification": tasks.classification,
+    "multi_label": tasks.multi_label,
+    "regression": tasks.regression,
+    "next_token": tasks.next_token,
+}
+"""Builders of tasks that a file may name."""
+
+_REMEDY = "Give a file that `Result.save` wrote."
+
+Arrays = dict[str, np.ndarray]
+"""Arrays of a file by name, for instance `params/head/kernel`."""
+
+
+def save_models(path: pathlib.Path, models: Sequence[TrainedModel], about: dict[str, Any]) -> None:
+    """Write models of one network into a file, completely or not at all.
+
+    Args:
+        path: The file. One that `save_models` wrote before is replaced.
+        models: One model, or a model of each client, whose arrays are stacked.
+        about: What the models are, ready for JSON (see `TrainedModel`).
+
+    Raises:
+        ValueError: The path belongs to something else. It stays unchanged.
+    """
+    if kind(path) is not None:
+        _check_ours(path)
+    first = models[0]
+    arrays = _arrays_of(models, stacked=about["client"] == "all")
+    content = {
+        "format": FORMAT,
+        "about": about,
+        "model": {
+            "name": first.model.name,
+            "input_shape": first.model.input_shape,
+            "recipe": _network_recipe(first.model, first.params, arrays),
+        },
+        "task": {"name": first.model.task.name, "recipe": _recipe(first.model.task)},
+    }
+    content["sha256"] = _digest(content, arrays)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as temporary:
+        safetensors_numpy.save_file(arrays, temporary, {_TEXT: json.dumps(content)})
+
+
+def _arrays_of(models: Sequence[TrainedModel], *, stacked: bool) -> Arrays:
+    """Return the arrays of one model, or of several with a leading axis of clients."""
+    params = models[0].params
+    if stacked:
+        params = jax.tree.map(lambda *own: np.stack(own), *(model.params for model in models))
+    named = _named_leaves("params", params) | _named_leaves("frozen", models[0].frozen)
+    # Files hold arrays row by row.
+    return {name: np.asarray(leaf, order="C") for name, leaf in named.items()}
+
+
+@checked(path=check_path, client=count_from_0)
+def load_model(
+    path: str | os.PathLike, *, model: Model | None = None, client: int | None = None
+) -> TrainedModel:
+    """Load a model that `Result.save` wrote, which predicts as it did before, to the bit.
+
+    Args:
+        path: The file.
+        model: The network. None builds the one that the file names, which is possible for the
+            networks and wrappers of `jaxfl.models` with tasks of `jaxfl.tasks`. Give networks and
+            tasks of your own, and the network of a method that extends it for personal models, such
+            as `prior_corrected(...).model`.
+        client: Number of a client, if the file holds the models of all. None stands for the only
+            model of the file.
+
+    Raises:
+        ValueError: The file is missing, damaged or none of `Result.save`, its arrays do not fit the
+            network, or it holds no model of that client.
+
+    >>> import tempfile
+    >>> from jaxfl import simulate
+    >>> from jaxfl.algorithms import fedavg
+    >>> from jaxfl.data import iid, load, make_clients
+    >>> from jaxfl.models import mlp
+    >>> digits = load("digits")
+    >>> clients = make_clients(digits, iid(digits.train_labels, 20, seed=0), [[]] * 20)
+    >>> method = fedavg(mlp((8, 8, 1), 10, hidden=(16,)))
+    >>> result = simulate(0, method, clients, rounds=1, progress=False)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = result.save(f"{folder}/model.safetensors")
+    ...     loaded = load_model(path)
+    >>> inputs = digits.test_inputs
+    >>> loaded.model.name, bool((loaded(inputs) == result.model()(inputs)).all())
+    ('mlp', True)
+    """
+    path = pathlib.Path(path)
+    content, arrays = _read(path)
+    about = content["about"]
+    number = _number_in(path, about, client)
+    if about["client"] == "all":
+        arrays = {name: _of_client(name, array, number) for name, array in arrays.items()}
+    # Networks have 32 bits, as in a run.
+    with jax.enable_x64(False):
+        network = _network(path, content, arrays) if model is None else model
+        params = _of_names(path, network, "params", _shapes(network, arrays), arrays)
+        fixed = _of_names(path, network, "frozen", network.frozen, arrays)
+    known = _named_leaves("params", params) | _named_leaves("frozen", fixed)
+    if unknown := arrays.keys() - known.keys():
+        raise ValueError(
+            f"model must have all arrays of {str(path)!r}, got model={network.name!r} without "
+            f"{min(unknown)!r}. Give the network that was saved."
+        )
+    return TrainedModel(network, params, fixed, about | {"client": number})
+
+
+def _number_in(path: pathlib.Path, about: dict[str, Any], client: int | None) -> int | None:
+    """Return the number of the client whose model is wanted, or None for the global model."""
+    held = about["client"]
+    if held == "all":
+        if client is not None:
+            return check_count("client", client, least=0, most=about["clients"] - 1)
+        held = f"a client's number from 0 to {about['clients'] - 1}"
+    elif client in (None, held):
+        return held
+    raise ValueError(
+        f"client must be {held} for {str(path)!r}, got {client!r}. Give what the file holds."
+    )
+
+
+def _of_client(name: str, array: np.ndarray, client: int | None) -> np.ndarray:
+    """Return a client's part of an array. All clients share frozen weights."""
+    return array[client] if name.startswith("params/") else array
+
+
+def _read(path: pathlib.Path) -> tuple[dict[str, Any], Arrays]:
+    """Return the text and the arrays of a file, whose digest is right."""
+    _check_ours(path)
+    damaged = f"path must be an intact file, got {str(path)!r}, which is damaged. {_REMEDY}"
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            content = json.loads(file.metadata()[_TEXT])
+            names = file.keys()
+            arrays = {name: file.get_tensor(name) for name in names}
+        if content.get("format") != FORMAT:
+            raise ValueError(
+                f"path must be a file of format {FORMAT}, got {str(path)!r} of format "
+                f"{content.get('format')!r}. Use the version of jaxfl that wrote it."
+            )
+        intact = content.pop("sha256") == _digest(content, arrays)
+    except (LookupError, AttributeError, TypeError, RecursionError) as error:
+        raise ValueError(damaged) from error
+    if not intact:
+        raise ValueError(damaged)
+    return content, arrays
+
+
+def _check_ours(path: pathlib.Path) -> None:
+    """Require a regular file that `save_models` wrote, as its header says."""
+    found = kind(path)
+    if found is None:
+        raise ValueError(f"path must be a file, got {str(path)!r}, which is missing. {_REMEDY}")
+    if found == "a regular file":
+        try:
+            with safetensors.safe_open(path, framework="numpy") as file:
+                if _TEXT in (file.metadata() or {}):
+                    return
+            found = "safetensors of another program"
+        except (OSError, safetensors.SafetensorError) as error:
+            found = f"a damaged or foreign file ({error})"
+    raise ValueError(
+        f"path must be free, or a file that `Result.save` wrote, got {str(path)!r}, {found}. "
+        "Choose another path."
+    )
+
+
+def _digest(content: dict[str, Any], arrays: Arrays) -> str:
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {array.dtype.name} {array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def _named_leaves(part: str, tree: Tree) -> dict[str, Any]:
+    """Return the leaves of a tree by their names in a file."""
+    leaves = jax.tree.leaves_with_path(tree)
+    named = {_array_name(part, path): leaf for path, leaf in leaves}
+    if len(named) < len(leaves):
+        raise ValueError(
+            f"model must have a name of its own for each array, got {sorted(named)}. Name layers "
+            "without slashes."
+        )
+    return named
+
+
+def _array_name(part: str, path: tuple[Any, ...]) -> str:
+    return f"{part}/{jax.tree_util.keystr(path, simple=True, separator='/')}"
+
+
+def _shapes(network: Model, arrays: Arrays) -> Params:
+    """Return the shapes of a network's weights, without entries that no array has."""
+    shapes = jax.eval_shape(lambda: network.init(key_of(0)))
+    return {
+        name: part
+        for name, part in shapes.items()
+        if name in network.layers or _named_leaves("params", {name: part}).keys() <= arrays.keys()
+    }
+
+
+def _of_names(path: pathlib.Path, network: Model, part: str, like: Tree, arrays: Arrays) -> Tree:
+    """Return a tree of a file's arrays, which must have its names, shapes and dtypes."""
+
+    def array_of(place: tuple[Any, ...], leaf: Any) -> jax.Array:
+        name = _array_name(part, place)
+        wanted = f"{leaf.dtype}{tuple(leaf.shape)}"
+        found = arrays.get(name)
+        given = "none" if found is None else f"{found.dtype}{found.shape}"
+        if found is None or given != wanted:
+            raise ValueError(
+                f"model must fit {str(path)!r}, got model={network.name!r} whose {name} is "
+                f"{wanted}, and the file has {given}. Give the network that was saved."
+            )
+        return jnp.asarray(found)
+
+    return jax.tree.map_with_path(array_of, like)
+
+
+def _network_recipe(network: Model, params: Params, arrays: Arrays) -> dict[str, Any] | None:
+    """Return how a builder makes the network of some weights, or None if no text can say it.
+
+    Args:
+        network: The network.
+        params: Weights of one model.
+        arrays: All arrays of the file.
+    """
+    made = valid_recipe(network)
+    recipe = _recipe(network)
+    trained = _named_leaves("params", params)
+    if made is None or recipe is None or any(entry in params for entry in made.without):
+        return None
+    # A network among the arguments may have had other fields, such as another head.
+    again = _shapes(_built(recipe, arrays), arrays)
+    built = {name: leaf.shape for name, leaf in _named_leaves("params", again).items()}
+    return recipe if built == {name: array.shape for name, array in trained.items()} else None
+
+
+def _recipe(value: Any) -> dict[str, Any] | None:
+    """Return the recipe of a network or a task for JSON, or None if there is none."""
+    recipe = valid_recipe(value)
+    if recipe is None:
+        return None
+    arguments: dict[str, Any] = {}
+    for name, argument in recipe.arguments.items():
+        if isinstance(argument, Model):
+            argument = _recipe(argument)
+            if argument is None:
+                return None
+        # Weights that a builder got are in the file.
+        if name != "params":
+            arguments[name] = argument
+    try:
+        text = json.dumps({"builder": recipe.builder, "arguments": arguments})
+    except TypeError:
+        return None
+    return json.loads(text)
+
+
+def _network(path: pathlib.Path, content: dict[str, Any], arrays: Arrays) -> Model:
+    """Return the network and the task that a file names."""
+    recipe = content["model"]["recipe"]
+    task = content["task"]["recipe"]
+    for subject, found in (("network", recipe), ("task", task)):
+        if found is None:
+            name = content["model" if subject == "network" else "task"]["name"]
+            raise ValueError(
+                f"model must be given for {str(path)!r}, whose {subject} {name!r} no builder of "
+                "jaxfl makes, got None. Give the network, for instance method.model."
+            )
+    try:
+        arguments = dict(task["arguments"])
+        chosen = _TASKS[task["builder"]](*arguments.pop("metrics"), **arguments)
+        return _built(recipe, arrays)._replace(task=chosen)
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"path must be a file whose network can be built, got {str(path)!r} with "
+            f"{show(recipe)}: {error}. Give the network as `model`."
+        ) from error
+
+
+def _built(recipe: dict[str, Any], arrays: Arrays) -> Model:
+    """Return the network of a recipe. Zeros stand for weights, which are in the file."""
+    arguments = dict(recipe["arguments"])
+    name = recipe["builder"]
+    if "model" in arguments:
+        base = _built(arguments["model"], arrays)
+        arguments["model"] = base
+        if name in ("frozen", "lora"):
+            arguments["params"] = _zeros(base, sum(array.size for array in arrays.values()))
+    return _BUILDERS[name](**arguments)
+
+
+def _zeros(network: Model, most: int) -> Params:
+    """Return zeros in place of a network's weights, of which a file has at most `most`."""
+    shapes = jax.eval_shape(lambda: network.init(key_of(0)))
+    needed = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    if needed > most:
+        raise ValueError(
+            f"params must be in the file, got a network of {needed} weights and a file of {most}."
+        )
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)

@@ -1,0 +1,140 @@
+"""Trained models, which map inputs to outputs and to predictions."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Shaped
+
+from jaxfl.data.load import check_inputs
+from jaxfl.models._tables import check_table_rows
+from jaxfl.models.frozen import given
+from jaxfl.types import Model, Params, Tree
+
+_BATCH = 256
+"""Number of examples that one call of the compiled network computes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedModel:
+    """A network with its trained weights. `model(inputs)` returns the outputs.
+
+    Args:
+        model: The network and its task.
+        params: Its weights.
+        frozen: Its frozen weights, which no client trained (see `jaxfl.models.frozen`). The default
+            is those of `model`.
+        about: What the model is, ready for JSON. `method`, `round` and `clients` describe the run.
+            `client` is None for the global model, and otherwise the number of the client whose
+            model this is. `privacy` says which epsilon covers the weights, and `statement` is the
+            run's privacy statement, or None if it does not cover them.
+
+    >>> from jaxfl import simulate
+    >>> from jaxfl.algorithms import fedavg
+    >>> from jaxfl.data import iid, load, make_clients
+    >>> from jaxfl.models import mlp
+    >>> digits = load("digits")
+    >>> rows = iid(digits.train_labels, 20, seed=0)
+    >>> clients = make_clients(digits, rows, [[]] * 20)
+    >>> method = fedavg(mlp((8, 8, 1), 10, hidden=(16,)))
+    >>> model = simulate(0, method, clients, rounds=1, progress=False).model()
+    >>> model(digits.test_inputs).shape, model.predict(digits.test_inputs).shape
+    ((359, 10), (359,))
+    """
+
+    model: Model
+    params: Params
+    frozen: Tree = None
+    about: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.frozen is None:
+            object.__setattr__(self, "frozen", self.model.frozen)
+
+    def __call__(self, inputs: Shaped[Array | np.ndarray, "B ..."]) -> Shaped[np.ndarray, "B ..."]:
+        """Return the outputs of examples, such as logits [B, K].
+
+        Args:
+            inputs: Examples as a run stores them, for instance pictures as bytes. Any number is
+                computed in batches of 256.
+
+        Raises:
+            ValueError: The examples do not have the shape of the network's inputs, are not finite,
+                or lie outside the table that the network looks them up in.
+        """
+        return self._in_batches(self._outputs, inputs)
+
+    def predict(self, inputs: Shaped[Array | np.ndarray, "B ..."]) -> Shaped[np.ndarray, "B ..."]:
+        """Return what the task predicts for examples.
+
+        A classification gives a class [B], a multi-label task gives true labels as a mask [B, K], a
+        regression gives numbers, and `next_token` gives a token for each position [B, L]. Other
+        tasks say it by `Task.predict`.
+
+        Args:
+            inputs: Examples, as in a call.
+        """
+        return self._in_batches(self._predictions, inputs)
+
+    def apply(self, params: Params, inputs: Shaped[Array, "B ..."]) -> Array:
+        """Return the outputs of examples by any weights of the network.
+
+        JAX can transform this function, for instance by `jax.grad`.
+
+        Args:
+            params: Weights like `params`.
+            inputs: Examples, as in a call, all in one batch.
+        """
+        with given(self.model.frozen, self.frozen):
+            return self.model.apply(params, self.model.prepare(inputs))
+
+    @functools.cached_property
+    def _outputs(self) -> Callable[[Params, Tree, Array], Array]:
+        """The compiled network, with frozen weights as an argument."""
+        model = self.model
+
+        def outputs(params: Params, frozen: Tree, inputs: Array) -> Array:
+            with given(model.frozen, frozen):
+                return model.apply(params, model.prepare(inputs))
+
+        return jax.jit(outputs)
+
+    @functools.cached_property
+    def _predictions(self) -> Callable[[Params, Tree, Array], Array]:
+        """The compiled network, followed by the task's prediction."""
+        outputs = self._outputs
+        predict = self.model.task.predict
+        return jax.jit(lambda params, frozen, inputs: predict(outputs(params, frozen, inputs)))
+
+    def _in_batches(
+        self, program: Callable[[Params, Tree, Array], Array], inputs: Any
+    ) -> np.ndarray:
+        """Return the results of a program, which always gets batches of one size."""
+        examples = self._checked_inputs(inputs)
+        batches = max(1, -(-len(examples) // _BATCH))
+        results = []
+        # Results do not depend on the caller's flags, as in a run.
+        with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
+            for batch in range(batches):
+                part = examples[batch * _BATCH : (batch + 1) * _BATCH]
+                padded = np.zeros((_BATCH, *examples.shape[1:]), examples.dtype)
+                padded[: len(part)] = part
+                found = program(self.params, self.frozen, jnp.asarray(padded))
+                results.append(np.asarray(found)[: len(part)])
+        return np.concatenate(results)
+
+    def _checked_inputs(self, inputs: Any) -> np.ndarray:
+        examples = check_inputs("inputs", inputs)
+        shape = self.model.input_shape
+        if shape is not None and examples.shape[1:] != shape:
+            raise ValueError(
+                f"inputs must be examples [B, {', '.join(map(str, shape))}], got shape "
+                f"{examples.shape}. Give a batch, for instance inputs[None] for one example."
+            )
+        check_table_rows("inputs", self.model, examples)
+        return examples

@@ -1,0 +1,51 @@
+"""Records of how builders made models and tasks, so that a file can say how to make them again."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class Recipe(NamedTuple):
+    """The builder of a value, and the arguments that it got.
+
+    Copies of the value with other fields keep the recipe. It is valid only for a copy that has the
+    functions that the builder made.
+    """
+
+    builder: str
+    arguments: dict[str, Any]
+    made: tuple[Any, ...]
+    """The functions that decide the value's results, as the builder made them."""
+    without: tuple[str, ...] = ()
+    """Entries of parameters for which the recipe is not valid (see `jaxfl.models.extended`)."""
+
+
+def with_recipe(build: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Let a builder put a recipe into the model or the task that it returns."""
+    signature = inspect.signature(build)
+
+    @functools.wraps(build)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        value: Any = build(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        recipe = Recipe(build.__name__, dict(bound.arguments), value.functions)
+        if dataclasses.is_dataclass(value):
+            return dataclasses.replace(value, recipe=recipe)
+        return value._replace(recipe=recipe)
+
+    return call
+
+
+def valid_recipe(value: Any) -> Recipe | None:
+    """Return the recipe of a model or a task, or None if it has none that is valid."""
+    recipe = value.recipe
+    if recipe is None:
+        return None
+    pairs = zip(recipe.made, value.functions, strict=True)
+    return recipe if all(made is own for made, own in pairs) else None

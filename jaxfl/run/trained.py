@@ -1,0 +1,263 @@
+"""Models of a run: the global one of its server, and those of single clients."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Int, Key
+
+from jaxfl._validate import check_count, key_of
+from jaxfl.data.clients import in_lists
+from jaxfl.engine.memo import described, key_of_method, remembered
+from jaxfl.engine.mesh import (
+    Population,
+    capacities_of,
+    common_size,
+    data_of,
+    everywhere,
+    in_rows,
+    mesh_of,
+)
+from jaxfl.engine.program import compile_for, freeze
+from jaxfl.models.trained import TrainedModel
+from jaxfl.privacy.statement import without_clients
+from jaxfl.run.fingerprint import versions
+from jaxfl.types import Algorithm, Clients, Lists, Model, Params, Tree
+
+_PERSONAL = (
+    "This model was fitted to the examples of client {} without noise. No epsilon covers it, so "
+    "that only this client may have it."
+)
+PERSONAL_MODELS = (
+    "Each of these models was fitted to the examples of one client without noise. No epsilon "
+    "covers them, so that each client may have only its own."
+)
+"""Privacy of the models of all clients together."""
+
+_PROMISE = (
+    "This model follows from what the statement's observer of noisy sums and broadcasts sees. "
+    "Epsilon {:.4g} at delta {:g} covers {}, over the whole run."
+)
+_NO_PROMISE = "No finite epsilon covers this model. The statement has the reason."
+_UNTRAINED = "No round has trained this model, so it reveals nothing about any client."
+_FROZEN = " No epsilon covers the data that its frozen weights were trained on."
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """What a run's models are made from, besides the states that the run left."""
+
+    algorithm: Algorithm
+    clients: Clients
+    key: Key[Array, ""]
+    """Key of the run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """States of a run after a round."""
+
+    server: Tree
+    states: Tree
+    round: int
+
+
+def shared_params(algorithm: Algorithm, server: Tree, needed: str) -> Params:
+    """Return the weights of the global model from a server's state.
+
+    They are the part that has all layers of the network. If several parts have, it is the only one
+    whose name is `params`. Entries that each client sets for itself are missing, and the network
+    then ignores them (see `jaxfl.models.extended`).
+
+    Args:
+        algorithm: The method.
+        server: State of its server.
+        needed: Beginning of the error message: what needs a global model, and what was given.
+
+    Raises:
+        ValueError: The server's state has no such part, because the method has no global model.
+    """
+    fits = functools.partial(_is_complete, algorithm.model)
+    parts = jax.tree.leaves_with_path(server, is_leaf=fits)
+    complete = [(path, part) for path, part in parts if fits(part)]
+    named = [(path, part) for path, part in complete if _last_name(path) == "params"]
+    found = named or complete
+    if len(found) != 1:
+        number = "none" if not found else f"{len(found)} of them"
+        raise ValueError(
+            f"{needed} method={algorithm.name!r}, in whose server's state one part must have all "
+            f"layers of model={algorithm.model.name!r}, got {number}. Take a client's own model, "
+            "by client=0 for instance. In a method of your own, name the part `params`."
+        )
+    return found[0][1]
+
+
+def _last_name(path: tuple[Any, ...]) -> str:
+    """Return the name of the field or the key that a path ends with."""
+    last = path[-1] if path else None
+    return str(getattr(last, "name", getattr(last, "key", "")))
+
+
+def _is_complete(model: Model, part: Tree) -> bool:
+    """Return whether a part of a state has all layers of a network, and nothing else."""
+    if not isinstance(part, Mapping) or not set(model.layers) <= part.keys():
+        return False
+    wanted = jax.eval_shape(lambda: model.init(key_of(0)))
+    if not part.keys() <= wanted.keys():
+        return False
+    own = {name: wanted[name] for name in part}
+    return jax.tree.map(jnp.shape, dict(part)) == jax.tree.map(jnp.shape, own)
+
+
+def global_model(origin: Origin, made: Snapshot, statement: dict[str, Any]) -> TrainedModel:
+    """Return the model that all clients of a run share.
+
+    Args:
+        origin: Origin of the run's models.
+        made: States of the run.
+        statement: Privacy statement of the run. It is empty before the first round.
+    """
+    needed = "client must be a client's number for"
+    params = shared_params(origin.algorithm, made.server, needed)
+    about = _about(origin, made.round, None)
+    about["privacy"] = _covered(origin.algorithm.model, statement)
+    about["statement"] = without_clients(statement) or None
+    return _model(origin, params, about)
+
+
+def personal_model(origin: Origin, made: Snapshot, client: Any) -> TrainedModel:
+    """Return the model with which a client is evaluated after a round.
+
+    Args:
+        origin: Origin of the run's models.
+        made: States of the run.
+        client: Number of the client, from 0.
+
+    Raises:
+        ValueError: There is no client of this number.
+    """
+    client = check_count("client", client, least=0, most=origin.clients.number - 1)
+    return _model(origin, _personal(origin, made, client), _about(origin, made.round, client))
+
+
+def _model(origin: Origin, params: Params, about: dict[str, Any]) -> TrainedModel:
+    model = origin.algorithm.model
+    here = jax.tree.map(jnp.asarray, jax.device_get((params, model.frozen)))
+    return TrainedModel(model, here[0], here[1], about)
+
+
+def _about(origin: Origin, rounds: int, client: int | None) -> dict[str, Any]:
+    return {
+        "method": origin.algorithm.name,
+        "round": rounds,
+        "clients": origin.clients.number,
+        "client": client,
+        "privacy": _PERSONAL.format(client),
+        "statement": None,
+        "versions": versions(),
+    }
+
+
+def _covered(model: Model, statement: dict[str, Any]) -> str:
+    """Return which epsilon covers a global model, as a sentence."""
+    frozen = _FROZEN if jax.tree.leaves(model.frozen) else ""
+    if not statement:
+        return _UNTRAINED + frozen
+    sums = statement["honest"]["aggregate"]["epsilon"]
+    if sums != "inf":
+        return _PROMISE.format(sums, statement["delta"], "all data of one client") + frozen
+    examples = statement["examples"] or {"epsilon": "inf"}
+    if examples["epsilon"] != "inf":
+        epsilon = examples["epsilon"]
+        return _PROMISE.format(epsilon, examples["delta"], "one example of a client") + frozen
+    return _NO_PROMISE + frozen
+
+
+def _personal(origin: Origin, made: Snapshot, client: int) -> Params:
+    """Return the weights with which a client is evaluated after a round."""
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"client must be None where {jax.process_count()} processes share a run, because each "
+            f"has the states of some clients only, got {client}. Repeat the run in one process."
+        )
+    clients = in_lists(origin.clients)
+    sizes = np.asarray(clients.train_size)
+    # Draws may depend on the number of positions, so it is the one of an evaluation.
+    capacity = next(room for room in capacities_of(sizes) if room >= sizes[client])
+    population = _alone(origin.algorithm, clients, client, capacity)
+    program = _personal_program(origin.algorithm, population, common_size(clients))
+    state = jax.tree.map(lambda leaf: np.asarray(leaf[client]), made.states)
+    arguments = (jax.device_get(made.server), state, np.int32(client), np.int32(made.round - 1))
+    key = jax.random.fold_in(_evaluation_key(origin.key, made.round), client)
+    return program.func(population.clients, key, *arguments, frozen=population.frozen)
+
+
+def _evaluation_key(key: Key[Array, ""], rounds: int) -> Key[Array, ""]:
+    """Return the key of a run's evaluation after some rounds."""
+    _, _, eval_key = jax.random.split(key, 3)
+    return jax.random.fold_in(eval_key, rounds)
+
+
+def _alone(algorithm: Algorithm, clients: Clients, client: int, capacity: int) -> Population:
+    """Return one client on one device, with `capacity` positions for its training examples."""
+    one = in_rows(_one_client(clients, client, capacity))
+    mesh = mesh_of(one, jax.local_devices()[:1])
+    alone = Population(everywhere(mesh, one), 1, mesh, capacities=(capacity,))
+    return freeze(algorithm, alone)
+
+
+def _personal_program(
+    algorithm: Algorithm, population: Population, size: int | None
+) -> functools.partial[Params]:
+    """Return the cached program of `_compile_personal`."""
+    # The cache outlives the run, so it must not hold the run's arrays.
+    bare = described(population)
+    key = ("personal", key_of_method(algorithm), bare, size)
+    return remembered(key, lambda: _compile_personal(algorithm, bare, size))
+
+
+def _one_client(clients: Clients, client: int, capacity: int) -> Clients:
+    """Return one client with a store of its own, whose training rows are padded to a capacity."""
+    rows = clients.train[client][: clients.train_size[client]]
+    padded = np.zeros(capacity, np.int32)
+    padded[: len(rows)] = rows
+    none = Lists.of([[]])
+    return Clients(
+        inputs=np.asarray(clients.inputs[padded]),
+        labels=np.asarray(clients.labels[padded]),
+        train=Lists.of([np.arange(capacity)]),
+        train_size=np.array([len(rows)], np.int32),
+        test=none,
+        test_size=np.zeros(1, np.int32),
+    )
+
+
+def _compile_personal(
+    algorithm: Algorithm, population: Population, size: int | None
+) -> functools.partial[Params]:
+    """Return the program `(clients, key, server, state, client, last) -> params` of one client.
+
+    Args:
+        algorithm: The method.
+        population: A population of one client.
+        size: Number of training examples of each client of the run if they are equal, else None.
+    """
+
+    def fit(
+        clients: Clients,
+        key: Key[Array, ""],
+        server: Tree,
+        state: Tree,
+        client: Int[Array, ""],
+        last: Int[Array, ""],
+    ) -> Params:
+        (capacity,) = population.capacities
+        data = data_of(clients, 0, client, capacity, index=last, size=size)
+        return algorithm.personalize(key, server, state, data)
+
+    return compile_for(algorithm, population, fit)

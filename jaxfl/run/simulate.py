@@ -9,7 +9,7 @@ import os
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,11 @@ from jaxfl._validate import (
 )
 from jaxfl.backend import of_devices
 from jaxfl.callbacks import Callback, EpsilonBudget, ask, check_callbacks, entered
+from jaxfl.data.clients import check_data
+from jaxfl.data.load import Dataset
 from jaxfl.engine import processes
 from jaxfl.engine.chunk import attempt, half
+from jaxfl.engine.evaluate import PerClient
 from jaxfl.engine.memo import described, first_made, key_of_arrays, key_of_method, remembered
 from jaxfl.engine.mesh import everywhere
 from jaxfl.engine.program import Points, over_points
@@ -37,6 +40,7 @@ from jaxfl.engine.round import Center, Records
 from jaxfl.engine.streamed import Stream
 from jaxfl.privacy.audit import Canaries, Scores, check_audit, model_in, with_final
 from jaxfl.run import fingerprint, report, signals
+from jaxfl.run.central import Central
 from jaxfl.run.check import (
     check_algorithm,
     check_chunk,
@@ -121,8 +125,22 @@ class RunOptions(TypedDict, total=False):
     audit: Canaries | None
 
 
+class MoreOptions(RunOptions, total=False):
+    """Options of `simulate` and `sweep` about the global model, besides those of `RunOptions`.
+
+    Args:
+        central: Dataset, or its four arrays, on whose test examples the server scores the global
+            model at each evaluation. The scores are `central_loss`, `central_accuracy` and so on in
+            the rows. The method needs a global model (see `Result.model`). Such a score follows
+            from the global model, which the statement covers, and from the server's own examples,
+            which must be no client's.
+    """
+
+    central: Dataset | tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None
+
+
 @under_own_flags
-@checked(key=check_one_key, callbacks=check_callbacks, **CHECKS)
+@checked(key=check_one_key, callbacks=check_callbacks, central=check_data, **CHECKS)
 def simulate(
     key: Key[Array, ""] | int,
     algorithm: Algorithm,
@@ -132,7 +150,7 @@ def simulate(
     folder: str | os.PathLike | None = None,
     states: Literal["device", "host"] = "device",
     callbacks: Sequence[Callback] = (),
-    **options: Unpack[RunOptions],
+    **options: Unpack[MoreOptions],
 ) -> Result:
     """Run an algorithm for some rounds and account for its privacy.
 
@@ -160,7 +178,7 @@ def simulate(
             each evaluation, and before a resumed run continues. If one returns True, the run ends
             there (see `jaxfl.callbacks`). Each of several processes calls them. If one raises, the
             others are still called, the run is saved, and then the exception is raised.
-        options: Options of `RunOptions`, by keyword.
+        options: Options of `RunOptions` and `MoreOptions`, by keyword.
 
     Raises:
         ValueError: An argument does not fit. Or the folder holds another run, is in use, or holds
@@ -182,7 +200,11 @@ def simulate(
 
 @under_own_flags
 @checked(
-    key=check_key, values=check_values, numbers=functools.partial(check_counts, least=0), **CHECKS
+    key=check_key,
+    values=check_values,
+    numbers=functools.partial(check_counts, least=0),
+    central=check_data,
+    **CHECKS,
 )
 def sweep(
     key: Key[Array, "*P"] | int,
@@ -196,7 +218,7 @@ def sweep(
     paired_noise: bool = False,
     keep_states: bool = True,
     numbers: Sequence[int] | None = None,
-    **options: Unpack[RunOptions],
+    **options: Unpack[MoreOptions],
 ) -> list[Result]:
     """Run one method with several values of its numbers, or several seeds, in one compiled program.
 
@@ -228,7 +250,7 @@ def sweep(
         numbers: Number of each point, from 0, in a larger sweep of one key, if this sweep is a part
             of it. Parts that run one after the other then draw the cohorts and the noise of the
             larger sweep. None stands for 0, 1, 2, ... among the points of each key.
-        options: Options of `RunOptions`, by keyword.
+        options: Options of `RunOptions` and `MoreOptions`, by keyword.
 
     Raises:
         ValueError: An argument does not fit (see `simulate`), or a value cannot be an argument of a
@@ -343,6 +365,7 @@ class _Settings(NamedTuple):
     resume: Literal["auto", "never"] = "auto"
     progress: bool = True
     audit: Canaries | None = None
+    central: Any = None
 
     @property
     def streams(self) -> Streams:
@@ -422,6 +445,10 @@ class _Run:
             self.runner = Resident(
                 init_key, keys, method, clients, settings.devices, chunk, _SEGMENT_ROUNDS
             )
+        self.central: Central | None = None
+        if settings.central is not None:
+            scored = points or algorithms[0]
+            self.central = Central(scored, algorithms[0], settings.central, settings.devices)
         self.keeps = settings.keep_states or not self.runner.stateful
         plan = EvaluationSchedule(rounds, evaluations, self.keeps)
         writes = jax.process_index() == 0 and folder is not None and os.access(folder, os.W_OK)
@@ -429,6 +456,7 @@ class _Run:
             "public": settings.report == "public",
             "facts": settings.streams.describe(key) | {"stateful": self.runner.stateful},
             "pictures": len(algorithms) <= _PICTURES,
+            "central": self.central is not None,
         }
         # All points have the same shapes of records.
         record = self.runner.record()
@@ -445,6 +473,7 @@ class _Run:
         if folder is not None or jax.process_count() > 1:
             facts = self._fingerprint(key, init_key, method, algorithms, settings)
             facts |= settings.streams.facts(keys)
+            facts |= {} if self.central is None else self.central.facts()
             shared = facts | plan._asdict()
             processes.agree({name: json.dumps(fact) for name, fact in shared.items()})
         if folder is not None:
@@ -648,9 +677,17 @@ class _Run:
         key = self._each(lambda key: jax.random.fold_in(key, self.done))(self.eval_key)
         with scores_may_be_undefined():
             scores = self._split(self.runner.evaluate(key, self.done - 1))
+            central = self._central_scores()
         self.watch.scores(scores, self.done)
-        for journal, part in zip(self.journals, scores, strict=True):
-            journal.evaluated(index, part)
+        for journal, part, score in zip(self.journals, scores, central, strict=True):
+            journal.evaluated(index, part, score)
+
+    def _central_scores(self) -> list[PerClient]:
+        """Return each run's scores on the central test set, which are empty without one."""
+        if self.central is None:
+            return [{}] * len(self.journals)
+        server = self.runner.center.server
+        return self._split(self.central.evaluate(self.eval_key, server))
 
     def _text(self, count: int, seconds: float) -> str:
         """Return the figures of the progress bar.

@@ -34,6 +34,7 @@ RESERVED = {
     "clipped",
     "train_loss",
     "unseen",
+    "central_loss",
 }
 """Names in a row of metrics besides those of the task and of an algorithm's infos.
 
@@ -179,7 +180,7 @@ def columns(task: Task) -> set[str]:
 
 def _columns(name: str, *, headline: bool) -> set[str]:
     """Return the names that a metric takes in a row."""
-    names = {name, f"{name}_std", f"{name}_worst10"}
+    names = {name, f"{name}_std", f"{name}_worst10", f"central_{name}"}
     if headline:
         names.add(f"{name}_examples")
     return names

@@ -24,7 +24,7 @@ _LEFT_OUT = 2**31 + 17
 """Entropy that is added to a seed for the draw of clients that are left out."""
 
 
-def _check_data(name: str, value: Any) -> Dataset:
+def check_data(name: str, value: Any) -> Dataset:
     """Require a dataset or its four arrays, and check that the arrays fit together."""
     if isinstance(value, Dataset):
         return from_arrays(*value[:4], classes=value.classes or None, name=value.name)
@@ -36,7 +36,7 @@ def _check_data(name: str, value: Any) -> Dataset:
     )
 
 
-@checked(data=_check_data, train_lists=check_arrays, test_lists=check_arrays)
+@checked(data=check_data, train_lists=check_arrays, test_lists=check_arrays)
 def make_clients(
     data: Dataset | tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
     train_lists: Sequence[Sequence[int] | np.ndarray],

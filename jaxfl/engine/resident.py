@@ -52,12 +52,12 @@ class Resident:
         key = (key_of_method(algorithm), bare)
         # The cache keeps these functions beyond the run, so they must not hold `self` or arrays.
         self._init = remembered(("init", *key), lambda: compile_init(algorithm, bare))
-        self._build = _program(
+        self._build = cached_program(
             ("rounds", segment, *key),
             lambda chunk: compile_rounds(algorithm, bare, chunk=chunk, segment=segment),
             self.population,
         )
-        self._score = _program(
+        self._score = cached_program(
             ("evaluation", *key),
             lambda chunk: compile_evaluation(algorithm, bare, chunk=chunk),
             self.population,
@@ -178,7 +178,7 @@ class Resident:
         return key, self.center.server, self.states, np.int32(last)
 
 
-def _program(
+def cached_program(
     key: tuple[Hashable, ...], make: Callable[[int], functools.partial], population: Population
 ) -> Callable[[int], functools.partial]:
     """Return a function from a chunk to its cached program, with the population's arrays.

@@ -71,7 +71,7 @@ def save_models(path: pathlib.Path, models: Sequence[TrainedModel], about: dict[
         _check_ours(path)
     first = models[0]
     arrays = _arrays_of(models, stacked=about["client"] == "all")
-    content = {
+    content: dict[str, Any] = {
         "format": FORMAT,
         "about": about,
         "model": {

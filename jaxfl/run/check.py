@@ -351,6 +351,27 @@ def check_mechanism(algorithm: Algorithm, clients: Clients, update: Tree) -> Non
     jax.eval_shape(lambda: start(key_of(0)))
 
 
+def check_examples(name: str, algorithm: Algorithm, clients: Clients) -> Tree:
+    """Require examples that a method's network can score, and return shapes of its server's state.
+
+    Args:
+        name: Name of the argument that has the examples, for errors.
+        algorithm: The method.
+        clients: Clients that test these examples.
+    """
+    _check_fields(algorithm)
+    key = jax.eval_shape(lambda: key_of(0))
+    try:
+        _check_model(algorithm.model, clients, key)
+    except ValueError as error:
+        reason = str(error).replace("clients.", f"{name}.")
+        raise ValueError(
+            f"{name} must have examples for the method's network, got others: {reason}"
+        ) from error
+    server, _ = _started(algorithm, clients, key)
+    return server
+
+
 def _check_model(model: Model, clients: Clients, key: Any) -> Tree:
     """Require a model for the clients' inputs and labels, and return its parameters' shapes."""
     shape = clients.inputs.shape[1:]

@@ -14,6 +14,7 @@ from jaxfl.engine.resident import Resident
 from jaxfl.engine.round import Keys
 from jaxfl.engine.streamed import Stream
 from jaxfl.run import report, signals
+from jaxfl.run.central import Central
 from jaxfl.run.checkpoint import Checkpoints
 from jaxfl.run.followers import Bar, Callbacks, Health, Saver
 from jaxfl.run.health import Watch
@@ -102,16 +103,18 @@ def _begun(plan: RunPlan, lock: Lock, folders: Sequence[pathlib.Path | None]) ->
     writes = jax.process_index() == 0 and folder is not None and os.access(folder, os.W_OK)
     own = folders if writes else [None] * len(folders)
     journals = _journals(plan, engine, schedule, own)
+    central = _central(plan)
     if folder is None and jax.process_count() == 1:
-        return Loop(plan, engine, journals, None)
+        return Loop(plan, engine, journals, None, central)
     # Several processes must be one run, even if they have no folder.
     facts = plan.facts(engine) | settings.streams.facts(keys)
+    facts |= {} if central is None else central.facts()
     shared = facts | schedule._asdict()
     processes.agree({name: json.dumps(fact) for name, fact in shared.items()})
     if folder is None:
-        return Loop(plan, engine, journals, None)
+        return Loop(plan, engine, journals, None, central)
     checkpoints = Checkpoints(folder / report.CHECKPOINTS, facts, schedule)
-    loop = Loop(plan, engine, journals, checkpoints)
+    loop = Loop(plan, engine, journals, checkpoints, central)
     if settings.resume == "never":
         checkpoints.clear()
     else:
@@ -132,6 +135,15 @@ def _engine(plan: RunPlan, keys: Keys, folder: pathlib.Path | None) -> Engine:
         return Resident(init_key, keys, method, plan.clients, devices, chunk, SEGMENT_ROUNDS)
     states = None if folder is None else folder / report.STATES
     return Stream(init_key, keys, method, plan.clients, devices, chunk, states)
+
+
+def _central(plan: RunPlan) -> Central | None:
+    """Return the central test set of a plan, if it has one."""
+    settings = plan.settings
+    if settings.central is None:
+        return None
+    first = plan.algorithms[0]
+    return Central(plan.points or first, first, settings.central, settings.devices)
 
 
 def _journals(
@@ -155,6 +167,7 @@ def _journals(
             public=settings.report == "public",
             facts=facts,
             pictures=len(plan.algorithms) <= _PICTURES,
+            central=settings.central is not None,
         )
         for algorithm, folder in zip(plan.algorithms, folders, strict=True)
     ]

@@ -49,6 +49,8 @@ _WORDS = {
     "clients.train_size": "the clients' numbers of training examples",
     "clients.test": "rows of test examples",
     "clients.test_size": "the clients' numbers of test examples",
+    "central.inputs": "inputs of the central test set",
+    "central.labels": "labels of the central test set",
     "model.frozen": "the model's frozen weights",
     "noise_key": "the secret key of the noise",
     "cohort_key": "the cohorts of the points",
@@ -135,8 +137,12 @@ def of_clients(clients: Clients) -> Facts:
     train = packed(clients.train, np.asarray(clients.train_size))
     test = packed(clients.test, np.asarray(clients.test_size))
     arrays = clients._asdict() | {"train": train.flat, "test": test.flat}
-    hashes = {f"clients.{name}": {"sha256": _of_array(array)} for name, array in arrays.items()}
-    return {"clients": clients.number} | hashes
+    return {"clients": clients.number} | of_arrays("clients", arrays)
+
+
+def of_arrays(name: str, arrays: Mapping[str, Any]) -> Facts:
+    """Return hashes of some arrays."""
+    return {f"{name}.{part}": {"sha256": _of_array(array)} for part, array in arrays.items()}
 
 
 def of_frozen(model: Model) -> Facts:

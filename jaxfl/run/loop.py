@@ -15,6 +15,7 @@ from jaxfl.engine.evaluate import PerClient
 from jaxfl.engine.mesh import everywhere
 from jaxfl.engine.round import Center, Records
 from jaxfl.privacy.audit import Scores, model_in, with_final
+from jaxfl.run.central import Central
 from jaxfl.run.checkpoint import Checkpoints
 from jaxfl.run.flags import scores_may_be_undefined
 from jaxfl.run.plan import Engine, RunPlan
@@ -58,6 +59,7 @@ class Loop:
         engine: Rounds and evaluations on the devices.
         journals: Records of the run, or of each point.
         checkpoints: Checkpoints of the run. None writes and reads none.
+        central: Test set on which the global model is scored, if there is one.
     """
 
     def __init__(
@@ -66,11 +68,13 @@ class Loop:
         engine: Engine,
         journals: Sequence[Journal],
         checkpoints: Checkpoints | None,
+        central: Central | None = None,
     ) -> None:
         self.plan = plan
         self.engine = engine
         self.journals = journals
         self.checkpoints = checkpoints
+        self.central = central
         self.program: Program | None = None
         # A checkpoint without states would say nothing about this.
         self.keeps_states = plan.schedule(engine).states
@@ -188,10 +192,18 @@ class Loop:
         key = self.plan.each(lambda key: jax.random.fold_in(key, self.done))(eval_key)
         with scores_may_be_undefined():
             scores = self.plan.split(self.engine.evaluate(key, self.done - 1))
+            central = self._central_scores()
         index = bisect.bisect_left(self.evaluations, self.done)
-        for journal, part in zip(self.journals, scores, strict=True):
-            journal.evaluated(index, part)
+        for journal, own, shared in zip(self.journals, scores, central, strict=True):
+            journal.evaluated(index, own, shared)
         return scores
+
+    def _central_scores(self) -> list[PerClient]:
+        """Return each run's scores on the central test set, which are empty without one."""
+        if self.central is None:
+            return [{}] * len(self.journals)
+        _, _, eval_key = self.plan.keys
+        return self.plan.split(self.central.evaluate(eval_key, self.engine.center.server))
 
     def save(self) -> None:
         """Write a checkpoint of the current round, if the run has a folder."""

@@ -10,6 +10,7 @@ from jax import Array
 from jaxtyping import Key
 
 from jaxfl.backend import of_devices
+from jaxfl.data.load import Dataset
 from jaxfl.engine.memo import described, first_made, key_of_arrays, key_of_method, remembered
 from jaxfl.engine.program import Points
 from jaxfl.engine.resident import Resident
@@ -41,6 +42,7 @@ class Settings(NamedTuple):
     resume: Literal["auto", "never"] = "auto"
     progress: bool = True
     audit: Canaries | None = None
+    central: Dataset | None = None
 
     @property
     def streams(self) -> Streams:

@@ -375,7 +375,8 @@ def _draw_score(axes: Axes, rows: Sequence[MetricsRow], headline: str) -> None:
     spread = column(rows, f"{headline}_std")
     low = mean - spread
     high = mean + spread
-    drawn = np.append(mean, worst)
+    central = column(rows, f"central_{headline}")
+    drawn = np.concatenate([mean, worst, central])
     is_share = not np.any((drawn < 0) | (drawn > 1))
     if is_share:
         low = np.clip(low, 0, 1)
@@ -383,6 +384,8 @@ def _draw_score(axes: Axes, rows: Sequence[MetricsRow], headline: str) -> None:
     band = "± std over clients"
     axes.fill_between(rounds, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label=band)
     lines = {"mean over clients": mean, "worst 10% of clients": worst}
+    if np.isfinite(central).any():
+        lines["global model, central test set"] = central
     for i, (label, values) in enumerate(lines.items()):
         axes.plot(rounds, values, label=label, markevery=_every(rounds), **series(i))
     if is_share:

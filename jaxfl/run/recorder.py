@@ -162,6 +162,8 @@ class Recorded(NamedTuple):
 
     records: Records
     scores: PerClient
+    central: dict[str, np.ndarray]
+    """Scores [E] of the global model on a central test set, by name. Empty without such a set."""
 
 
 class Journal:
@@ -176,6 +178,7 @@ class Journal:
         public: Whether reports leave out what follows from private data without noise.
         facts: Arguments of `privacy_statement` about randomness and client states.
         pictures: Whether the reports have curves.
+        central: Whether the global model is scored on a central test set.
     """
 
     def __init__(
@@ -189,12 +192,14 @@ class Journal:
         public: bool = False,
         facts: Mapping[str, Any] | None = None,
         pictures: bool = True,
+        central: bool = False,
     ) -> None:
         self.algorithm = algorithm
         self.plan = plan
         self.folder = folder
         self.public = public
         self.pictures = pictures
+        self.central = central
         self.clients = clients
         self.number = clients.number
         self.test_size = np.asarray(clients.test_size)
@@ -229,9 +234,12 @@ class Journal:
         records = jax.tree.map(
             lambda leaf: np.zeros((plan.rounds, *leaf.shape), leaf.dtype), self.one
         )
-        shape = len(plan.evaluations), self.number
-        scores = {name: np.zeros(shape, np.float32) for name in ("loss", *self.task.metrics)}
-        return Recorded(records, scores)
+        evaluations = len(plan.evaluations)
+        names = ("loss", *self.task.metrics)
+        scores = {name: np.zeros((evaluations, self.number), np.float32) for name in names}
+        central_names = names if self.central else ()
+        central = {name: np.zeros(evaluations, np.float32) for name in central_names}
+        return Recorded(records, scores, central)
 
     def record(self, records: Records, done: int, count: int) -> None:
         """Add the records of the `count` rounds after round `done`."""
@@ -255,10 +263,18 @@ class Journal:
                 f"{remedy([self.algorithm], self.clients)}"
             )
 
-    def evaluated(self, index: int, scores: PerClient) -> None:
-        """Add the scores of the evaluation with this index, and write its row of metrics."""
+    def evaluated(self, index: int, scores: PerClient, central: PerClient | None = None) -> None:
+        """Add the scores of the evaluation with this index, and write its row of metrics.
+
+        Args:
+            index: Index of the evaluation.
+            scores: Scores [C] of all clients.
+            central: Scores of the global model on the central test set, if there is one.
+        """
         for name, all_ in self.recorded.scores.items():
             all_[index] = scores[name]
+        for name, score in (central or {}).items():
+            self.recorded.central[name][index] = score
         self.metrics.append(self._row(index))
         if self.folder is not None:
             self._keep(self.folder / report.METRICS)
@@ -292,6 +308,7 @@ class Journal:
 
         put(done, self.recorded.records, recorded.records)
         put(len(past), self.recorded.scores, recorded.scores)
+        put(len(past), self.recorded.central, recorded.central)
         self.metrics = [self._row(i) for i in range(len(past))]
         self.written = 0
 
@@ -355,6 +372,8 @@ class Journal:
         scores = jax.tree.map(lambda leaf: leaf[index], self.recorded.scores)
         row: dict[str, float | int] = {"round": done}
         row |= summarize(scores, self.test_size, self.task.metrics)
+        central = self.recorded.central.items()
+        row |= {f"central_{name}": float(values[index]) for name, values in central}
         if not self.public:
             since = slice(self.evaluations[index - 1] if index else 0, done)
             row |= _means(jax.tree.map(lambda leaf: leaf[since], self.recorded.records))

@@ -23,6 +23,8 @@ from jaxfl._validate import (
     checked,
 )
 from jaxfl.callbacks import Callback, check_callbacks
+from jaxfl.data.clients import check_data
+from jaxfl.data.load import Dataset
 from jaxfl.engine.program import Points, over_points
 from jaxfl.privacy.audit import Canaries
 from jaxfl.run.check import (
@@ -92,7 +94,7 @@ class RunOptions(TypedDict, total=False):
 
 
 @under_own_flags
-@checked(key=check_one_key, callbacks=check_callbacks, **CHECKS)
+@checked(key=check_one_key, callbacks=check_callbacks, central=check_data, **CHECKS)
 def simulate(
     key: Key[Array, ""] | int,
     algorithm: Algorithm,
@@ -102,6 +104,7 @@ def simulate(
     folder: str | os.PathLike | None = None,
     states: Literal["device", "host"] = "device",
     callbacks: Sequence[Callback] = (),
+    central: Dataset | tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None = None,
     **options: Unpack[RunOptions],
 ) -> Result:
     """Run an algorithm for some rounds and account for its privacy.
@@ -130,6 +133,11 @@ def simulate(
             each evaluation, and before a resumed run continues. If one returns True, the run ends
             there (see `jaxfl.callbacks`). Each of several processes calls them. If one raises, the
             others are still called, the run is saved, and then the exception is raised.
+        central: Dataset, or its four arrays, on whose test examples the server scores the global
+            model at each evaluation. The scores are `central_loss`, `central_accuracy` and so on in
+            the rows. The method needs a global model (see `Result.model`). Such a score follows
+            from the global model, which the statement covers, and from the server's own examples,
+            which must be no client's.
         options: Options of `RunOptions`, by keyword.
 
     Raises:
@@ -143,7 +151,9 @@ def simulate(
     # `checked` has replaced a seed by its key.
     assert isinstance(key, Array)
     folder = None if folder is None else pathlib.Path(folder)
-    settings = Settings(rounds, states=states, **options)
+    # `checked` has replaced arrays by their dataset.
+    assert central is None or isinstance(central, Dataset)
+    settings = Settings(rounds, states=states, central=central, **options)
     plan = make_plan(algorithm.name, key, [algorithm], None, clients, settings)
     with contextlib.closing(Lock(folder)) as lock:
         return execute(plan, lock, [folder], callbacks)[0]
@@ -151,7 +161,11 @@ def simulate(
 
 @under_own_flags
 @checked(
-    key=check_key, values=check_values, numbers=functools.partial(check_counts, least=0), **CHECKS
+    key=check_key,
+    values=check_values,
+    numbers=functools.partial(check_counts, least=0),
+    central=check_data,
+    **CHECKS,
 )
 def sweep(
     key: Key[Array, "*P"] | int,
@@ -165,6 +179,7 @@ def sweep(
     paired_noise: bool = False,
     keep_states: bool = True,
     numbers: Sequence[int] | None = None,
+    central: Dataset | tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None = None,
     **options: Unpack[RunOptions],
 ) -> list[Result]:
     """Run one method with several values of its numbers, or several seeds, in one compiled program.
@@ -197,6 +212,7 @@ def sweep(
         numbers: Number of each point, from 0, in a larger sweep of one key, if this sweep is a part
             of it. Parts that run one after the other then draw the cohorts and the noise of the
             larger sweep. None stands for 0, 1, 2, ... among the points of each key.
+        central: Dataset on which each point's global model is scored (see `simulate`).
         options: Options of `RunOptions`, by keyword.
 
     Raises:
@@ -234,8 +250,14 @@ def sweep(
     own = None if numbers is None else tuple(numbers)
     if own is not None and not paired_noise:
         check_apart(keys, own)
+    assert central is None or isinstance(central, Dataset)
     settings = Settings(
-        rounds, paired_noise=paired_noise, keep_states=keep_states, numbers=own, **options
+        rounds,
+        paired_noise=paired_noise,
+        keep_states=keep_states,
+        numbers=own,
+        central=central,
+        **options,
     )
     name = f"{algorithms[0].name}, {count} points"
     plan = make_plan(name, keys, algorithms, points, clients, settings)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,8 +22,9 @@ from jaxfl.engine.mesh import (
     everywhere,
     in_rows,
     mesh_of,
+    sized,
 )
-from jaxfl.engine.program import compile_for, freeze
+from jaxfl.engine.program import Points, compile_for, freeze
 from jaxfl.models.trained import TrainedModel
 from jaxfl.privacy.statement import without_clients
 from jaxfl.run.fingerprint import versions
@@ -203,12 +204,26 @@ def _evaluation_key(key: Key[Array, ""], rounds: int) -> Key[Array, ""]:
     return jax.random.fold_in(eval_key, rounds)
 
 
+def on_one_device(
+    method: Algorithm | Points, clients: Clients, devices: Sequence[jax.Device] | None = None
+) -> Population:
+    """Return clients on the first of this process's devices, with the padding of their rows.
+
+    Args:
+        method: One algorithm, or the points of a sweep.
+        clients: Host arrays.
+        devices: Devices to choose from. None stands for all devices.
+    """
+    here = jax.process_index()
+    local = [device for device in devices or jax.devices() if device.process_index == here]
+    mesh = mesh_of(clients, local[:1])
+    placed = everywhere(mesh, in_rows(clients))
+    return freeze(method, sized(Population(placed, clients.number, mesh), clients))
+
+
 def _alone(algorithm: Algorithm, clients: Clients, client: int, capacity: int) -> Population:
     """Return one client on one device, with `capacity` positions for its training examples."""
-    one = in_rows(_one_client(clients, client, capacity))
-    mesh = mesh_of(one, jax.local_devices()[:1])
-    alone = Population(everywhere(mesh, one), 1, mesh, capacities=(capacity,))
-    return freeze(algorithm, alone)
+    return on_one_device(algorithm, _one_client(clients, client, capacity))
 
 
 def _personal_program(
@@ -256,7 +271,7 @@ def _compile_personal(
         client: Int[Array, ""],
         last: Int[Array, ""],
     ) -> Params:
-        (capacity,) = population.capacities
+        capacity = len(clients.train.flat)
         data = data_of(clients, 0, client, capacity, index=last, size=size)
         return algorithm.personalize(key, server, state, data)
 

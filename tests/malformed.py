@@ -429,7 +429,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "wandb": (callbacks.wandb, {"run": (LOGGED, "logged")}),
     "evaluate": (jaxfl.evaluate, {
         "algorithm": (algorithms.fedavg(MODEL), "algorithm"), "server": (RESULT.server, "state"),
-        "clients": (CLIENTS, "clients"), "key": (KEY, "one key"), "states": (None, "state?"), "rounds": (1, "count"),
+        "clients": (CLIENTS, "clients"), "key": (KEY, "one key"), "states": (None, "state?"), "rounds": (1, "count?"),
         "chunk": (None, "count?"), "devices": (None, "devices?"),
     }),
     "membership": (jaxfl.membership, {

@@ -29,7 +29,7 @@ def by_hand(params, inputs):
     return x @ head["kernel"] + head["bias"]
 
 
-def tests_of(clients, client):
+def examples_of(clients, client):
     rows = clients.test[client][: clients.test_size[client]]
     return clients.inputs[rows], clients.labels[rows]
 
@@ -64,7 +64,7 @@ def test_every_method_has_an_honest_global_model_or_says_that_it_has_none(name):
         )
     for client in (0, 2, 8):
         model = result.model(client)
-        own_inputs, labels = tests_of(clients, client)
+        own_inputs, labels = examples_of(clients, client)
         right = np.mean(model.predict(own_inputs) == labels)
         assert right == pytest.approx(result.scores["accuracy"][client])
         losses = MODEL.task.loss(model(own_inputs), labels)

@@ -53,6 +53,7 @@ from jaxfl.run.check import (
 from jaxfl.run.checkpoint import Checkpoints
 from jaxfl.run.flags import scores_may_be_undefined, under_own_flags
 from jaxfl.run.health import Watch
+from jaxfl.run.kept import BestModels, check_kept
 from jaxfl.run.lock import Lock
 from jaxfl.run.randomness import Streams, check_apart
 from jaxfl.run.recorder import EvaluationSchedule, Journal, Recorded, Result
@@ -134,9 +135,15 @@ class MoreOptions(RunOptions, total=False):
             the rows. The method needs a global model (see `Result.model`). Such a score follows
             from the global model, which the statement covers, and from the server's own examples,
             which must be no client's.
+        keep: "best" also keeps the states of the evaluation with the best mean headline score, as
+            `Result.best`, and `Result.model` makes its models from them. If no client has test
+            examples, the central score decides. No epsilon covers this choice by clients' test
+            examples, and the best score is optimistic, because it was chosen. The other fields of
+            the result are those of the last round, as with "last".
     """
 
     central: Dataset | tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None
+    keep: Literal["last", "best"]
 
 
 @under_own_flags
@@ -366,6 +373,7 @@ class _Settings(NamedTuple):
     progress: bool = True
     audit: Canaries | None = None
     central: Any = None
+    keep: Literal["last", "best"] = "last"
 
     @property
     def streams(self) -> Streams:
@@ -457,6 +465,7 @@ class _Run:
             "facts": settings.streams.describe(key) | {"stateful": self.runner.stateful},
             "pictures": len(algorithms) <= _PICTURES,
             "central": self.central is not None,
+            "best": settings.keep == "best",
         }
         # All points have the same shapes of records.
         record = self.runner.record()
@@ -465,6 +474,10 @@ class _Run:
             for algorithm, path in zip(algorithms, folders, strict=True)
         ]
         self.first = self._models() if settings.audit is not None else []
+        self.best: BestModels | None = None
+        if settings.keep == "best":
+            check_kept(self.runner.stateful, settings.states)
+            self.best = BestModels(self.journals[0].task, *self._now())
         self.done = 0
         self.restored = 0
         self.saved_at = time.monotonic()
@@ -474,6 +487,7 @@ class _Run:
             facts = self._fingerprint(key, init_key, method, algorithms, settings)
             facts |= settings.streams.facts(keys)
             facts |= {} if self.central is None else self.central.facts()
+            facts |= {} if self.best is None else {"keep": "best"}
             shared = facts | plan._asdict()
             processes.agree({name: json.dumps(fact) for name, fact in shared.items()})
         if folder is not None:
@@ -520,6 +534,7 @@ class _Run:
             pairs = zip(self.journals, self._canary_scores())
             results = [journal.finish(self.done, scores) for journal, scores in pairs]
             self.watch.end([journal.recorded.records for journal in self.journals])
+        best = [None] * len(results) if self.best is None else self.best.snapshots()
         centers = self._centers()
         states = self._split(self.runner.all_states()) if self.keeps else [()] * len(results)
         return [
@@ -529,9 +544,10 @@ class _Run:
                 states=rows,
                 restored=self.restored,
                 origin=origin,
+                best=kept,
             )
-            for result, center, rows, origin in zip(
-                results, centers, states, self._origins(), strict=True
+            for result, center, rows, origin, kept in zip(
+                results, centers, states, self._origins(), best, strict=True
             )
         ]
 
@@ -620,6 +636,8 @@ class _Run:
         self.runner.begin(chunk)
         for journal in self.journals:
             journal.restore(journal.blank(journal.plan), 0, journal.plan)
+        if self.best is not None:
+            self.best.kept = self.best.blank()
         done = 0
         if self.checkpoints is not None:
             done = self.checkpoints.restore(self._blank, self._take)
@@ -681,6 +699,23 @@ class _Run:
         self.watch.scores(scores, self.done)
         for journal, part, score in zip(self.journals, scores, central, strict=True):
             journal.evaluated(index, part, score)
+        if self.best is not None:
+            self._keep_best(self.best)
+
+    def _keep_best(self, best: BestModels) -> None:
+        """Keep the states of the runs whose last evaluation is their best one."""
+        rows = [journal.metrics[-1] for journal in self.journals]
+        better = best.better(rows)
+        # Client states take long to fetch.
+        servers, states = self._now() if better else ([], [])
+        for i in better:
+            best.keep(i, rows[i], servers[i], states[i])
+
+    def _now(self) -> tuple[list[Tree], list[Tree]]:
+        """Return each run's present states of the server and, if they are kept, of the clients."""
+        servers = self._split(jax.device_get(self.runner.center.server))
+        states = self._split(self.runner.all_states()) if self.keeps else [()] * len(servers)
+        return servers, states
 
     def _central_scores(self) -> list[PerClient]:
         """Return each run's scores on the central test set, which are empty without one."""
@@ -725,6 +760,8 @@ class _Run:
         state = self.runner.saved()
         if not made.states:
             state = state | {"states": ()}
+        if self.best is not None:
+            state = state | {"best": self.best.kept}
         return state | {"recorded": recorded}
 
     def _blank(self, made: EvaluationSchedule) -> dict[str, Tree]:
@@ -754,6 +791,8 @@ class _Run:
     def _take(self, done: int, state: dict[str, Tree], made: EvaluationSchedule) -> None:
         """Resume from a checkpoint's state (see `Checkpoints.restore`)."""
         self.runner.restore(state)
+        if self.best is not None:
+            self.best.kept = state["best"]
         for journal, recorded in zip(self.journals, state["recorded"], strict=True):
             journal.restore(recorded, done, made)
 

@@ -84,7 +84,9 @@ class BestModels:
     def snapshots(self) -> list[Snapshot | None]:
         """Return each run's best states, or None if no score was known."""
         return [
-            Snapshot(best.server, best.states, int(best.round[0])) if best.round[0] else None
+            Snapshot(best.server, best.states, int(best.round[0]), chosen=True)
+            if best.round[0]
+            else None
             for best in self.kept
         ]
 

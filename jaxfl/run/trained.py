@@ -46,6 +46,7 @@ _PROMISE = (
 )
 _NO_PROMISE = "No finite epsilon covers this model. The statement has the reason."
 _UNTRAINED = "No round has trained this model, so it reveals nothing about any client."
+_CHOSEN = " Test scores chose its round, and no epsilon covers a choice by clients' test examples."
 _FROZEN = " No epsilon covers the data that its frozen weights were trained on."
 
 
@@ -66,6 +67,8 @@ class Snapshot:
     server: Tree
     states: Tree
     round: int
+    chosen: bool = False
+    """Whether test scores chose the round."""
 
 
 def shared_params(algorithm: Algorithm, server: Tree, needed: str) -> Params:
@@ -125,8 +128,10 @@ def global_model(origin: Origin, made: Snapshot, statement: dict[str, Any]) -> T
     """
     needed = "client must be a client's number for"
     params = shared_params(origin.algorithm, made.server, needed)
-    about = _about(origin, made.round, None)
+    about = _about(origin, made, None)
     about["privacy"] = _covered(origin.algorithm.model, statement)
+    if made.chosen:
+        about["privacy"] += _CHOSEN
     about["statement"] = without_clients(statement) or None
     return _model(origin, params, about)
 
@@ -143,7 +148,7 @@ def personal_model(origin: Origin, made: Snapshot, client: Any) -> TrainedModel:
         ValueError: There is no client of this number.
     """
     client = check_count("client", client, least=0, most=origin.clients.number - 1)
-    return _model(origin, _personal(origin, made, client), _about(origin, made.round, client))
+    return _model(origin, _personal(origin, made, client), _about(origin, made, client))
 
 
 def _model(origin: Origin, params: Params, about: dict[str, Any]) -> TrainedModel:
@@ -152,10 +157,11 @@ def _model(origin: Origin, params: Params, about: dict[str, Any]) -> TrainedMode
     return TrainedModel(model, here[0], here[1], about)
 
 
-def _about(origin: Origin, rounds: int, client: int | None) -> dict[str, Any]:
+def _about(origin: Origin, made: Snapshot, client: int | None) -> dict[str, Any]:
     return {
         "method": origin.algorithm.name,
-        "round": rounds,
+        "round": made.round,
+        "keep": "best" if made.chosen else "last",
         "clients": origin.clients.number,
         "client": client,
         "privacy": _PERSONAL.format(client),

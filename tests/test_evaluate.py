@@ -83,7 +83,10 @@ def test_what_is_missing_or_does_not_fit_is_named(result, parts):
         ((method, result.server, parts[1]), "key must be the key or the seed of the run, got None"),
         ((None, result, parts[1]), "algorithm must be the method that was run, got None"),
         ((None, model, parts[1]), r"clients must have examples for the method's network"),
-        ((lonely, alone, DIGITS), "clients must be clients for method='local_only', in whose"),
+        (
+            (lonely, alone, DIGITS),
+            "clients must be clients for method='local_only', which has no global model",
+        ),
         ((method, result, DIGITS._replace(test_inputs=DIGITS.test_inputs[:, :4])), "shape"),
     ]:
         with pytest.raises(ValueError, match=words):

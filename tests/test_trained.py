@@ -2,10 +2,13 @@
 
 import jax
 import numpy as np
+import optax
 import pytest
 from algorithms_table import ALGORITHMS, MODEL, small_clients
 
-from jaxfl import simulate
+import jaxfl.run.trained
+from jaxfl import LocalSGD, simulate
+from jaxfl.algorithms import fedavg, fine_tuned
 from jaxfl.run.trained import shared_params
 
 NO_GLOBAL_MODEL = {
@@ -71,6 +74,24 @@ def test_every_method_has_an_honest_global_model_or_says_that_it_has_none(name):
         assert np.mean(losses) == pytest.approx(result.scores["loss"][client], rel=1e-3)
         assert model.about["statement"] is None
         assert f"client {client} without noise. No epsilon" in model.about["privacy"]
+
+
+def test_all_clients_share_one_program(monkeypatch):
+    made = []
+    compile_personal = jaxfl.run.trained._compile_personal
+
+    def counted(*arguments):
+        made.append(compile_personal(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(jaxfl.run.trained, "_compile_personal", counted)
+    local = LocalSGD(optax.sgd(0.1), 4)
+    method = fine_tuned(fedavg(MODEL, local=local), local=local)
+    result = simulate(0, method, small_clients(), rounds=1, progress=False)
+    for client in (0, 1, 2):
+        result.model(client)
+    (program,) = made
+    assert program.func._cache_size() == 1
 
 
 def starts(result):

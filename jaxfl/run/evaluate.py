@@ -186,7 +186,7 @@ def _of_run(
         origin = server.origin
         if key is None and origin is not None:
             key = origin.key
-        if states is None and origin is not None and _same(tested, origin.clients):
+        if states is None and origin is not None and _are_same_clients(tested, origin.clients):
             states = server.states
         rounds = rounds or len(server.ledger.participants)
         server = server.server
@@ -198,7 +198,7 @@ def _of_run(
     return _Evaluation(algorithm, server, states, key, rounds or 1)
 
 
-def _same(clients: Clients, others: Clients) -> bool:
+def _are_same_clients(clients: Clients, others: Clients) -> bool:
     """Return whether two populations have the same rows of the same store."""
     if clients.inputs is not others.inputs or clients.labels is not others.labels:
         return False

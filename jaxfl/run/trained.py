@@ -94,9 +94,10 @@ def shared_params(algorithm: Algorithm, server: Tree, needed: str) -> Params:
     if len(found) != 1:
         number = "none" if not found else f"{len(found)} of them"
         raise ValueError(
-            f"{needed} method={algorithm.name!r}, in whose server's state one part must have all "
-            f"layers of model={algorithm.model.name!r}, got {number}. Take a client's own model, "
-            "by client=0 for instance. In a method of your own, name the part `params`."
+            f"{needed} method={algorithm.name!r}, which has no global model: one part of its "
+            f"server's state must have all layers of model={algorithm.model.name!r}, got {number}. "
+            "Take a client's own model, by client=0 for instance. In a method of your own, name "
+            "the part `params`."
         )
     return found[0][1]
 
@@ -197,7 +198,7 @@ def _personal(origin: Origin, made: Snapshot, client: int) -> Params:
     # Draws may depend on the number of positions, so it is the one of an evaluation.
     capacity = next(room for room in capacities_of(sizes) if room >= sizes[client])
     population = _alone(origin.algorithm, clients, client, capacity)
-    program = _personal_program(origin.algorithm, population, common_size(clients))
+    program = _personal_program(origin.algorithm, population)
     state = jax.tree.map(lambda leaf: np.asarray(leaf[client]), made.states)
     arguments = (jax.device_get(made.server), state, np.int32(client), np.int32(made.round - 1))
     key = jax.random.fold_in(_evaluation_key(origin.key, made.round), client)
@@ -229,17 +230,17 @@ def on_one_device(
 
 def _alone(algorithm: Algorithm, clients: Clients, client: int, capacity: int) -> Population:
     """Return one client on one device, with `capacity` positions for its training examples."""
-    return on_one_device(algorithm, _one_client(clients, client, capacity))
+    one = on_one_device(algorithm, _one_client(clients, client, capacity))
+    # All clients of a capacity share one program, as in an evaluation.
+    return one._replace(size=common_size(clients), capacities=(capacity,))
 
 
-def _personal_program(
-    algorithm: Algorithm, population: Population, size: int | None
-) -> functools.partial[Params]:
+def _personal_program(algorithm: Algorithm, population: Population) -> functools.partial[Params]:
     """Return the cached program of `_compile_personal`."""
     # The cache outlives the run, so it must not hold the run's arrays.
     bare = described(population)
-    key = ("personal", key_of_method(algorithm), bare, size)
-    return remembered(key, lambda: _compile_personal(algorithm, bare, size))
+    key = ("personal", key_of_method(algorithm), bare)
+    return remembered(key, lambda: _compile_personal(algorithm, bare))
 
 
 def _one_client(clients: Clients, client: int, capacity: int) -> Clients:
@@ -258,15 +259,12 @@ def _one_client(clients: Clients, client: int, capacity: int) -> Clients:
     )
 
 
-def _compile_personal(
-    algorithm: Algorithm, population: Population, size: int | None
-) -> functools.partial[Params]:
+def _compile_personal(algorithm: Algorithm, population: Population) -> functools.partial[Params]:
     """Return the program `(clients, key, server, state, client, last) -> params` of one client.
 
     Args:
         algorithm: The method.
-        population: A population of one client.
-        size: Number of training examples of each client of the run if they are equal, else None.
+        population: A population of one client, with one capacity.
     """
 
     def fit(
@@ -277,8 +275,8 @@ def _compile_personal(
         client: Int[Array, ""],
         last: Int[Array, ""],
     ) -> Params:
-        capacity = len(clients.train.flat)
-        data = data_of(clients, 0, client, capacity, index=last, size=size)
+        (capacity,) = population.capacities
+        data = data_of(clients, 0, client, capacity, index=last, size=population.size)
         return algorithm.personalize(key, server, state, data)
 
     return compile_for(algorithm, population, fit)

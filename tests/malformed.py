@@ -20,6 +20,7 @@ from flax import nnx
 import jaxfl
 from jaxfl import LocalSGD, algorithms, callbacks, data, models, privacy, tasks
 from jaxfl.algorithms.pdp_fl import Budgets
+from jaxfl.models.saved import save_models
 from jaxfl.privacy import (
     DPSGD,
     Canaries,
@@ -372,6 +373,10 @@ RESULT: Any = jaxfl.Result(
     privacy.planned_ledger(MECHANISM, 2, 1),
     {},
 )
+MODEL_FILE = pathlib.Path(RUN_FOLDER.name) / "model.safetensors"
+SAVED = jaxfl.TrainedModel(MODEL, MODEL.init(KEY), about={"clients": 2, "client": None})
+save_models(MODEL_FILE, [SAVED], SAVED.about)
+MORE = {"central": (None, "data?"), "keep": ("last", "choice")}
 SWEPT = functools.partial(algorithms.fedprox, MODEL)
 FEDDPA = MODELS | LOCAL | PRIVATE | DELTA | {
     "threshold": (0.4, "at least 0"), "lambda1": (0.1, "at least 0"), "lambda2": (0.1, "at least 0"),
@@ -398,13 +403,13 @@ CLIPPED = {
 QUIET = {"noise_multiplier": (0.0, "quiet"), "client_noise": (0.0, "quiet")}
 
 ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
-    "simulate": (jaxfl.simulate, RUN | {
+    "simulate": (jaxfl.simulate, RUN | MORE | {
         "key": (KEY, "one key"), "algorithm": (algorithms.fedavg(MODEL), "algorithm"), "states": ("device", "choice"),
         "callbacks": ((), "callbacks"),
     }),
     "clear_caches": (jaxfl.clear_caches, {}),
     "configure": (jaxfl.configure, {}),
-    "sweep": (jaxfl.sweep, RUN | {
+    "sweep": (jaxfl.sweep, RUN | MORE | {
         "key": (KEY, "key"), "build": (SWEPT, "function"), "values": ({"mu": [0.1, 0.2]}, "values"),
         "batch": (None, "count?"), "paired_noise": (False, "flag"), "keep_states": (True, "flag"),
         "numbers": (None, "shards?"),
@@ -429,8 +434,11 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "wandb": (callbacks.wandb, {"run": (LOGGED, "logged")}),
     "evaluate": (jaxfl.evaluate, {
         "algorithm": (algorithms.fedavg(MODEL), "algorithm"), "server": (RESULT.server, "state"),
-        "clients": (CLIENTS, "clients"), "key": (KEY, "one key"), "states": (None, "state?"), "rounds": (1, "count"),
+        "clients": (CLIENTS, "clients"), "key": (KEY, "one key"), "states": (None, "state?"), "rounds": (1, "count?"),
         "chunk": (None, "count?"), "devices": (None, "devices?"),
+    }),
+    "load_model": (jaxfl.load_model, {
+        "path": (MODEL_FILE, "run folder"), "model": (None, "model?"), "client": (None, "count from 0?"),
     }),
     "membership": (jaxfl.membership, {
         "key": (KEY, "one key"), "algorithm": (algorithms.fedavg(MODEL), "algorithm"), "result": (RESULT, "result"),
@@ -728,6 +736,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
 RECORDS = {
     "Algorithm", "Candidate", "ClientData", "Clients", "Comparison", "Dataset", "Encoder", "Ledger",
     "Message", "Metric", "Model", "NAMES", "Result", "Sampling", "Task", "Terms",
+    "TrainedModel",
 }  # fmt: skip
 """Public names that take anything: what is in them is checked where they are used."""
 

@@ -29,10 +29,11 @@ class TrainedModel:
         params: Its weights.
         frozen: Its frozen weights, which no client trained (see `jaxfl.models.frozen`). The default
             is those of `model`.
-        about: What the model is, ready for JSON. `method`, `round` and `clients` describe the run.
-            `client` is None for the global model, and otherwise the number of the client whose
-            model this is. `privacy` says which epsilon covers the weights, and `statement` is the
-            run's privacy statement, or None if it does not cover them.
+        about: What the model is, ready for JSON. `method` and `clients` describe the run, and
+            `round` is the number of rounds that trained the model. `keep` is "best" if test scores
+            chose this round. `client` is None for the global model, and otherwise the number of the
+            client whose model this is. `privacy` says which epsilon covers the weights. `statement`
+            is the run's privacy statement, or None if it does not cover them.
 
     >>> from jaxfl import simulate
     >>> from jaxfl.algorithms import fedavg

@@ -99,6 +99,10 @@ _LARGE_DELTA = (
     "delta {:g} is at least 1/{}: it allows publishing one {} outright, so this epsilon promises "
     "nothing (quote one at delta {:g})"
 )
+_CHOSEN = (
+    'keep="best" chooses a round by test scores: no epsilon covers a choice by clients\' test '
+    "examples, and the best score is optimistic, because it was chosen"
+)
 _PAIRED = (
     "the points of this sweep share their cohorts and noise: at most one of them may be published"
 )
@@ -214,6 +218,11 @@ def with_audit(statement: dict[str, Any], audit: dict[str, Any]) -> dict[str, An
     if claim is not None and claim["epsilon"] != "inf" and lower_bound > claim["epsilon"]:
         claim = claim | {"status": "claimed, and refuted at client level by the audit"}
     return statement | {"audit": audit, "warnings": warnings, "claim": claim}
+
+
+def with_choice(statement: dict[str, Any]) -> dict[str, Any]:
+    """Return the statement with a warning that a round was chosen by test scores."""
+    return statement | {"warnings": [*statement["warnings"], _CHOSEN]}
 
 
 def without_clients(statement: dict[str, Any]) -> dict[str, Any]:

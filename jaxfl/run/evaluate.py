@@ -1,82 +1,114 @@
-"""Scores of clients by the state that a run left at the server."""
+"""Scores of clients and of central test sets, by what a run left or by a trained model."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import Array
 from jaxtyping import Key
 
-from jaxfl._validate import check_count, checked
+from jaxfl._validate import check_count, checked, key_of
 from jaxfl.backend import of_devices
+from jaxfl.data.clients import check_data
+from jaxfl.data.load import Dataset
 from jaxfl.engine.chunk import halved
 from jaxfl.engine.evaluate import PerClient, compile_evaluation, summarize
 from jaxfl.engine.mesh import everywhere, place
 from jaxfl.engine.program import Points, compile_states, freeze
+from jaxfl.models.trained import TrainedModel
+from jaxfl.privacy.mechanisms import Mechanism
+from jaxfl.run.central import central_client
 from jaxfl.run.check import (
     check_clients,
     check_devices,
     check_evaluation,
+    check_examples,
     check_one_key,
     check_state,
 )
 from jaxfl.run.flags import scores_may_be_undefined, under_own_flags
-from jaxfl.types import Algorithm, Clients, Tree
+from jaxfl.run.recorder import Result
+from jaxfl.run.trained import shared_params
+from jaxfl.types import Algorithm, Clients, Message, Tree
 
 _CLIENTS_AT_ONCE = 32
 """Clients vectorised at a time on accelerators. A single evaluation is not worth a measurement."""
 
 
+def _check_tested(name: str, value: Any) -> Clients | Dataset:
+    """Require clients, or the examples of a central test set."""
+    if isinstance(value, Dataset | tuple) and not isinstance(value, Clients):
+        return check_data(name, value)
+    return check_clients(name, value)
+
+
+class _Evaluation(NamedTuple):
+    """What an evaluation computes its scores from."""
+
+    method: Algorithm
+    server: Tree
+    states: Tree
+    key: Key[Array, ""]
+    rounds: int
+    frozen: Tree = None
+    """Frozen weights. None stands for those of the method's model."""
+
+
 @under_own_flags
 @checked(
     key=check_one_key,
-    clients=check_clients,
+    clients=_check_tested,
     rounds=functools.partial(check_count, most=2**31 - 1),
     devices=check_devices,
 )
 def evaluate(
-    algorithm: Algorithm,
+    algorithm: Algorithm | None,
     server: Any,
-    clients: Clients,
+    clients: Clients | Dataset | tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
     *,
-    key: Key[Array, ""] | int,
+    key: Key[Array, ""] | int | None = None,
     states: Any = None,
-    rounds: int = 1,
+    rounds: int | None = None,
     chunk: int | None = None,
     devices: list[jax.Device] | None = None,
 ) -> tuple[dict[str, float], PerClient]:
-    r"""Evaluate clients, also newcomers, by the state that a run left at the server.
+    r"""Score clients, also newcomers, or a central test set, by what a run left, or by one model.
 
     .. math:: s_i = \mathrm{metric}(\mathrm{personalize}(\theta, c_i, D_i); T_i)
 
     :math:`\theta` is the server's state, :math:`c_i` the client's own, and :math:`T_i` are the
     client's test examples. :math:`D_i` are its training examples, for methods that train before
-    evaluation. Without `states` clients have the first states, which `init` makes. A method serves
-    clients who join after training in this way. The key, the states and the rounds of a run give
-    the scores of its last evaluation.
+    evaluation. Newcomers have the first states, which `init` makes. A method serves clients who
+    join after training in this way. Methods whose clients keep a model from rounds, such as
+    `ditto`, serve newcomers badly: their first model is untrained.
 
-    Methods whose clients keep a model from rounds, such as `ditto`, serve newcomers badly: their
-    first model is untrained.
+    The run's own clients have the scores of its last evaluation. A central test set is scored by
+    the global model, and a trained model scores everything by its own weights.
 
     Args:
-        algorithm: The method that was run.
-        server: State of the server, from the run's `Result`.
-        clients: Any C clients whose examples have the shape of the run's examples.
-        key: Key of the run, or a seed. First states and training before evaluation follow from it.
-        states: States of these clients [C, ...], as in the run's `Result`. None makes first states.
-        rounds: Number of rounds of the run, for learning rates that follow the rounds.
+        algorithm: The method that was run. None is enough with a trained model.
+        server: A run's `Result`, a `TrainedModel`, or the state of a server.
+        clients: Any C clients whose examples have the shape of the run's examples. Or a dataset, or
+            its four arrays, whose test examples are a central test set.
+        key: Key, or a seed, from which first states and training before evaluation follow. None
+            takes the run's key, and is an error for the state of a server.
+        states: States of these clients [C, ...]. None takes those of the result if the clients are
+            the run's own, and otherwise makes first states.
+        rounds: Number of rounds of the run, for learning rates that follow the rounds. None takes
+            the result's number, or 1.
         chunk: Number of clients vectorised at a time on each device. None stands for 1 on a CPU,
             and for 32 elsewhere.
         devices: Devices that compute the scores. None stands for all devices.
 
     Returns:
         A row of metrics over clients, and each client's scores [C] by name, in the metrics' units.
-        A client without test examples has NaN.
+        A client without test examples has NaN. A central test set is one client.
 
     Raises:
         ValueError: A state does not have the shapes that the method makes for these clients, or
-            the model does not fit them.
+            the model does not fit them. A central test set needs a global model, and the method has
+            none.
         TypeError: An argument has the wrong type.
 
     >>> from jaxfl import simulate
@@ -89,19 +121,114 @@ def evaluate(
     >>> participants, unseen = leave_out(make_clients(digits, lists, tests), 0.1, seed=0)
     >>> method = fedavg(mlp((8, 8, 1), 10, hidden=(16,)))
     >>> result = simulate(0, method, participants, rounds=1, progress=False)
-    >>> row, scores = evaluate(method, result.server, unseen, key=0)
+    >>> row, scores = evaluate(method, result, unseen)
     >>> len(scores["accuracy"]), bool(abs(row["accuracy"] - scores["accuracy"].mean()) < 1e-6)
     (2, True)
+    >>> central, _ = evaluate(method, result, digits)
+    >>> right = result.model().predict(digits.test_inputs) == digits.test_labels
+    >>> bool(abs(central["accuracy"] - right.mean()) < 1e-6)
+    True
     """
-    assert isinstance(key, Array)
-    first_server, first_states = check_evaluation(algorithm, clients)
-    check_state("server", server, first_server)
-    if states is not None:
-        check_state("states", states, first_states)
-    given = {"states": states, "rounds": rounds, "chunk": chunk, "devices": devices}
-    scores = scores_of(key, algorithm, server, clients, **given)
-    sizes = np.asarray(clients.test_size)
-    return summarize(scores, sizes, algorithm.model.task.metrics), scores
+    tested = clients if isinstance(clients, Clients) else central_client("clients", clients)
+    if isinstance(server, TrainedModel):
+        evaluation = _of_model(server, tested)
+    else:
+        evaluation = _of_run(algorithm, server, tested, key, states, rounds)
+        if tested is clients:
+            _check_states(evaluation, tested)
+        else:
+            evaluation = _of_global_model(evaluation, tested)
+    scores = scores_of(
+        evaluation.key,
+        evaluation.method,
+        evaluation.server,
+        tested,
+        rounds=evaluation.rounds,
+        states=evaluation.states,
+        chunk=chunk,
+        devices=devices,
+        frozen=evaluation.frozen,
+    )
+    sizes = np.asarray(tested.test_size)
+    return summarize(scores, sizes, evaluation.method.model.task.metrics), scores
+
+
+def _of_model(trained: TrainedModel, tested: Clients) -> _Evaluation:
+    """Return the evaluation of all clients by one model, whose weights are the server's state."""
+    method = Algorithm(
+        name="trained",
+        model=trained.model,
+        init=lambda key, number: (trained.params, ()),
+        client_update=lambda key, server, client, data: (Message(server), client, {}),
+        server_update=lambda server, aggregate: server,
+        personalize=lambda key, server, client, data: server,
+        mechanism=Mechanism(),
+    )
+    check_examples("clients", method, tested)
+    return _Evaluation(method, trained.params, (), key_of(0), 1, trained.frozen)
+
+
+def _of_run(
+    algorithm: Algorithm | None,
+    server: Any,
+    tested: Clients,
+    key: Key[Array, ""] | None,
+    states: Any,
+    rounds: int | None,
+) -> _Evaluation:
+    """Return the evaluation by what a run left. Missing arguments are those of its result."""
+    if algorithm is None:
+        raise ValueError(
+            "algorithm must be the method that was run, got None, which is for a `TrainedModel`. "
+            "Give the method."
+        )
+    if isinstance(server, Result):
+        origin = server.origin
+        if key is None and origin is not None:
+            key = origin.key
+        if states is None and origin is not None and _are_same_clients(tested, origin.clients):
+            states = server.states
+        rounds = rounds or len(server.ledger.participants)
+        server = server.server
+    if key is None:
+        raise ValueError(
+            "key must be the key or the seed of the run, got None. Give it, or give the run's "
+            "result as `server`."
+        )
+    return _Evaluation(algorithm, server, states, key, rounds or 1)
+
+
+def _are_same_clients(clients: Clients, others: Clients) -> bool:
+    """Return whether two populations have the same rows of the same store."""
+    if clients.inputs is not others.inputs or clients.labels is not others.labels:
+        return False
+    rows = [(own.train, own.test, own.train_size, own.test_size) for own in (clients, others)]
+    leaves = zip(*map(jax.tree.leaves, rows), strict=True)
+    return all(np.array_equal(one, two) for one, two in leaves)
+
+
+def _check_states(evaluation: _Evaluation, tested: Clients) -> None:
+    """Require states of server and clients that fit the method."""
+    first_server, first_states = check_evaluation(evaluation.method, tested)
+    check_state("server", evaluation.server, first_server)
+    if evaluation.states is not None:
+        check_state("states", evaluation.states, first_states)
+
+
+def _of_global_model(evaluation: _Evaluation, tested: Clients) -> _Evaluation:
+    """Return the evaluation of a central test set by the global model alone."""
+    needed = "clients must be clients for"
+    method = evaluation.method
+    check_state("server", evaluation.server, check_examples("clients", method, tested))
+    params = shared_params(method, evaluation.server, needed)
+    return evaluation._replace(
+        method=method._replace(
+            init=lambda key, number: (params, ()),
+            personalize=lambda key, server, client, data: server,
+        ),
+        server=params,
+        states=(),
+    )
 
 
 def scores_of(
@@ -114,6 +241,7 @@ def scores_of(
     states: Tree = None,
     chunk: Any = None,
     devices: list[jax.Device] | None = None,
+    frozen: Tree = None,
 ) -> PerClient:
     """Return the scores of all clients, on the host.
 
@@ -128,11 +256,14 @@ def scores_of(
         states: States of the clients, with a leading axis P for points. None makes first states.
         chunk: Number of clients vectorised at a time on each device, as in `evaluate`.
         devices: Devices that compute the scores. None stands for all devices.
+        frozen: Frozen weights. None stands for those of the method's model.
 
     Returns:
         Scores [C] by name, with a leading axis P for points.
     """
     population = freeze(method, place(clients, devices))
+    if frozen is not None:
+        population = population._replace(frozen=everywhere(population.mesh, frozen))
 
     def keys_of(key: Key[Array, ""]) -> tuple[Key[Array, ""], Key[Array, ""]]:
         init_key, _, eval_key = jax.random.split(key, 3)

@@ -23,7 +23,6 @@ from jaxfl.run.loop import SEGMENT_ROUNDS, Loop
 from jaxfl.run.plan import Engine, RunPlan
 from jaxfl.run.recorder import EvaluationSchedule, Journal, Result
 from jaxfl.run.trained import Origin
-from jaxfl.types import Tree
 
 _PICTURES = 20
 """Number of points of a sweep up to which each has a picture. One takes a third of a second."""
@@ -108,7 +107,10 @@ def _begun(plan: RunPlan, lock: Lock, folders: Sequence[pathlib.Path | None]) ->
         return Loop(plan, engine, journals, None, central)
     # Several processes must be one run, even if they have no folder.
     facts = plan.facts(engine) | settings.streams.facts(keys)
-    facts |= {} if central is None else central.facts()
+    if central is not None:
+        facts |= central.facts()
+    if settings.keep == "best":
+        facts["keep"] = "best"
     shared = facts | schedule._asdict()
     processes.agree({name: json.dumps(fact) for name, fact in shared.items()})
     if folder is None:
@@ -168,6 +170,7 @@ def _journals(
             facts=facts,
             pictures=len(plan.algorithms) <= _PICTURES,
             central=settings.central is not None,
+            best=settings.keep == "best",
         )
         for algorithm, folder in zip(plan.algorithms, folders, strict=True)
     ]
@@ -194,22 +197,17 @@ def _how_to_go_on(done: int, newest: str) -> str:
 def _with_states(results: Sequence[Result], loop: Loop) -> list[Result]:
     """Return the results with the states of server, mechanism and clients."""
     plan = loop.plan
-    states: Sequence[Tree] = [()] * len(results)
-    if loop.keeps_states:
-        states = plan.split(loop.engine.all_states())
-    origins = [
-        Origin(algorithm, plan.clients, key)
-        for algorithm, key in zip(plan.algorithms, plan.split(plan.key), strict=True)
-    ]
+    states = loop.states()
+    best = [None] * len(results) if loop.best is None else loop.best.snapshots()
+    keys = plan.split(plan.key)
     return [
         result._replace(
             server=center.server,
             memory=center.memory,
-            states=rows,
+            states=states[i],
             restored=loop.restored,
-            origin=origin,
+            origin=Origin(plan.algorithms[i], plan.clients, keys[i]),
+            best=best[i],
         )
-        for result, center, rows, origin in zip(
-            results, loop.centers(), states, origins, strict=True
-        )
+        for i, (result, center) in enumerate(zip(results, loop.centers(), strict=True))
     ]

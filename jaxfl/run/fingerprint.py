@@ -52,6 +52,7 @@ _WORDS = {
     "central.inputs": "inputs of the central test set",
     "central.labels": "labels of the central test set",
     "model.frozen": "the model's frozen weights",
+    "keep": "the model that is kept (`keep`)",
     "noise_key": "the secret key of the noise",
     "cohort_key": "the cohorts of the points",
 }

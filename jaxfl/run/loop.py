@@ -18,6 +18,7 @@ from jaxfl.privacy.audit import Scores, model_in, with_final
 from jaxfl.run.central import Central
 from jaxfl.run.checkpoint import Checkpoints
 from jaxfl.run.flags import scores_may_be_undefined
+from jaxfl.run.kept import BestModels, check_kept
 from jaxfl.run.plan import Engine, RunPlan
 from jaxfl.run.recorder import EvaluationSchedule, Journal, Recorded
 from jaxfl.types import Tree
@@ -75,6 +76,7 @@ class Loop:
         self.journals = journals
         self.checkpoints = checkpoints
         self.central = central
+        self.best: BestModels | None = None
         self.program: Program | None = None
         # A checkpoint without states would say nothing about this.
         self.keeps_states = plan.schedule(engine).states
@@ -89,6 +91,9 @@ class Loop:
         self.signal = 0
         """Number of the signal that asks the run to stop, or 0."""
         self.first_models = self.models() if plan.settings.audit is not None else []
+        if plan.settings.keep == "best":
+            check_kept(engine.stateful, plan.settings.states)
+            self.best = BestModels(journals[0].task, self._servers(), self.states())
 
     @property
     def finished(self) -> bool:
@@ -169,6 +174,8 @@ class Loop:
         self.engine.begin(chunk)
         for journal in self.journals:
             journal.restore(journal.blank(journal.plan), 0, journal.plan)
+        if self.best is not None:
+            self.best.kept = self.best.blank()
         self.done = 0
         if self.checkpoints is not None:
             self.done = self.checkpoints.restore(self._blank, self._take)
@@ -196,7 +203,21 @@ class Loop:
         index = bisect.bisect_left(self.evaluations, self.done)
         for journal, own, shared in zip(self.journals, scores, central, strict=True):
             journal.evaluated(index, own, shared)
+        if self.best is not None:
+            self._keep_best(self.best)
         return scores
+
+    def _keep_best(self, best: BestModels) -> None:
+        """Keep the states of the runs whose last evaluation is their best one."""
+        rows = [journal.metrics[-1] for journal in self.journals]
+        better = best.better(rows)
+        if not better:
+            # Client states take long to fetch.
+            return
+        servers = self._servers()
+        states = self.states()
+        for i in better:
+            best.keep(i, rows[i], servers[i], states[i])
 
     def _central_scores(self) -> list[PerClient]:
         """Return each run's scores on the central test set, which are empty without one."""
@@ -226,6 +247,8 @@ class Loop:
     def _take(self, done: int, state: dict[str, Tree], made: EvaluationSchedule) -> None:
         """Resume from a checkpoint's state (see `Checkpoints.restore`)."""
         self.engine.restore(state)
+        if self.best is not None:
+            self.best.kept = state["best"]
         for journal, recorded in zip(self.journals, state["recorded"], strict=True):
             journal.restore(recorded, done, made)
 
@@ -243,6 +266,8 @@ class Loop:
         state = self.engine.saved()
         if not made.states:
             state = state | {"states": ()}
+        if self.best is not None:
+            state = state | {"best": self.best.kept}
         return state | {"recorded": recorded}
 
     def where(self) -> str:
@@ -259,8 +284,17 @@ class Loop:
 
     def models(self) -> list[np.ndarray | None]:
         """Return each run's model, on the host, or None if the server's state holds none."""
-        server = jax.device_get(self.engine.center.server)
-        return [model_in(own, self.plan.update) for own in self.plan.split(server)]
+        return [model_in(server, self.plan.update) for server in self._servers()]
+
+    def _servers(self) -> list[Tree]:
+        """Return each run's state of the server, on the host."""
+        return self.plan.split(jax.device_get(self.engine.center.server))
+
+    def states(self) -> list[Tree]:
+        """Return each run's client states, which are empty trees if they need not stay."""
+        if self.keeps_states:
+            return self.plan.split(self.engine.all_states())
+        return [()] * len(self.journals)
 
     def centers(self) -> list[Center]:
         """Return each run's part of the shared state, on the devices."""

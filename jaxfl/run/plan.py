@@ -43,6 +43,7 @@ class Settings(NamedTuple):
     progress: bool = True
     audit: Canaries | None = None
     central: Dataset | None = None
+    keep: Literal["last", "best"] = "last"
 
     @property
     def streams(self) -> Streams:

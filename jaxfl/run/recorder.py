@@ -18,7 +18,13 @@ from jaxfl.models.saved import save_models
 from jaxfl.models.trained import TrainedModel
 from jaxfl.privacy.accounting import first_rounds, planned_ledger, running_epsilon
 from jaxfl.privacy.audit import Scores, audit_report, told
-from jaxfl.privacy.statement import privacy_statement, split_clients, with_audit, without_clients
+from jaxfl.privacy.statement import (
+    privacy_statement,
+    split_clients,
+    with_audit,
+    with_choice,
+    without_clients,
+)
 from jaxfl.run import plots, report
 from jaxfl.run.health import remedy
 from jaxfl.run.trained import (
@@ -59,6 +65,8 @@ class Result(NamedTuple):
     """
     origin: Origin | None = None
     """What `model` needs besides the states."""
+    best: Snapshot | None = None
+    """States after the evaluation with the best scores, with `keep="best"`."""
 
     def model(self, client: int | None = None) -> TrainedModel:
         r"""Return the trained model, which maps inputs to outputs and to predictions.
@@ -68,7 +76,8 @@ class Result(NamedTuple):
 
         .. math:: \mathrm{personalize}(\theta, c_i, D_i)
 
-        Its scores are those of `scores`, up to rounding.
+        Its scores are those of `scores`, up to rounding. With `keep="best"` both are models of the
+        best evaluation instead of the last one.
 
         Args:
             client: Number of a client, from 0. None returns the global model.
@@ -99,7 +108,8 @@ class Result(NamedTuple):
         'This model was fitted to the examples of client 3 without noise. No epsilon covers it...'
         """
         origin = self._known_origin()
-        made = Snapshot(self.server, self.states, len(self.ledger.participants))
+        last = Snapshot(self.server, self.states, len(self.ledger.participants))
+        made = self.best or last
         if client is None:
             return global_model(origin, made, self.statement)
         return personal_model(origin, made, client)
@@ -179,6 +189,7 @@ class Journal:
         facts: Arguments of `privacy_statement` about randomness and client states.
         pictures: Whether the reports have curves.
         central: Whether the global model is scored on a central test set.
+        best: Whether the best round is chosen by test scores.
     """
 
     def __init__(
@@ -193,6 +204,7 @@ class Journal:
         facts: Mapping[str, Any] | None = None,
         pictures: bool = True,
         central: bool = False,
+        best: bool = False,
     ) -> None:
         self.algorithm = algorithm
         self.plan = plan
@@ -200,6 +212,7 @@ class Journal:
         self.public = public
         self.pictures = pictures
         self.central = central
+        self.best = best
         self.clients = clients
         self.number = clients.number
         self.test_size = np.asarray(clients.test_size)
@@ -337,6 +350,8 @@ class Journal:
             statement = privacy_statement(accounted, mechanism, self.number, **self.facts)
         if self.public and statement:
             statement = without_clients(statement)
+        if self.best and statement:
+            statement = with_choice(statement)
         if not done:
             canaries = None
         if canaries is not None:

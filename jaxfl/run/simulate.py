@@ -105,6 +105,7 @@ def simulate(
     states: Literal["device", "host"] = "device",
     callbacks: Sequence[Callback] = (),
     central: Dataset | tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None = None,
+    keep: Literal["last", "best"] = "last",
     **options: Unpack[RunOptions],
 ) -> Result:
     """Run an algorithm for some rounds and account for its privacy.
@@ -138,6 +139,11 @@ def simulate(
             the rows. The method needs a global model (see `Result.model`). Such a score follows
             from the global model, which the statement covers, and from the server's own examples,
             which must be no client's.
+        keep: "best" also keeps the states of the evaluation with the best mean headline score, as
+            `Result.best`, and `Result.model` makes its models from them. If no client has test
+            examples, the central score decides. No epsilon covers this choice by clients' test
+            examples, and the best score is optimistic, because it was chosen. The other fields of
+            the result are those of the last round, as with "last".
         options: Options of `RunOptions`, by keyword.
 
     Raises:
@@ -153,7 +159,7 @@ def simulate(
     folder = None if folder is None else pathlib.Path(folder)
     # `checked` has replaced arrays by their dataset.
     assert central is None or isinstance(central, Dataset)
-    settings = Settings(rounds, states=states, central=central, **options)
+    settings = Settings(rounds, states=states, central=central, keep=keep, **options)
     plan = make_plan(algorithm.name, key, [algorithm], None, clients, settings)
     with contextlib.closing(Lock(folder)) as lock:
         return execute(plan, lock, [folder], callbacks)[0]
@@ -180,6 +186,7 @@ def sweep(
     keep_states: bool = True,
     numbers: Sequence[int] | None = None,
     central: Dataset | tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None = None,
+    keep: Literal["last", "best"] = "last",
     **options: Unpack[RunOptions],
 ) -> list[Result]:
     """Run one method with several values of its numbers, or several seeds, in one compiled program.
@@ -213,6 +220,7 @@ def sweep(
             of it. Parts that run one after the other then draw the cohorts and the noise of the
             larger sweep. None stands for 0, 1, 2, ... among the points of each key.
         central: Dataset on which each point's global model is scored (see `simulate`).
+        keep: "best" also keeps the states of each point's best evaluation (see `simulate`).
         options: Options of `RunOptions`, by keyword.
 
     Raises:
@@ -257,6 +265,7 @@ def sweep(
         keep_states=keep_states,
         numbers=own,
         central=central,
+        keep=keep,
         **options,
     )
     name = f"{algorithms[0].name}, {count} points"

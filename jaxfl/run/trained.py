@@ -46,6 +46,7 @@ _PROMISE = (
 )
 _NO_PROMISE = "No finite epsilon covers this model. The statement has the reason."
 _UNTRAINED = "No round has trained this model, so it reveals nothing about any client."
+_CHOSEN = " Test scores chose its round, and no epsilon covers a choice by clients' test examples."
 _FROZEN = " No epsilon covers the data that its frozen weights were trained on."
 
 
@@ -66,6 +67,8 @@ class Snapshot:
     server: Tree
     states: Tree
     round: int
+    chosen: bool = False
+    """Whether test scores chose the round."""
 
 
 def shared_params(algorithm: Algorithm, server: Tree, needed: str) -> Params:
@@ -91,9 +94,10 @@ def shared_params(algorithm: Algorithm, server: Tree, needed: str) -> Params:
     if len(found) != 1:
         number = "none" if not found else f"{len(found)} of them"
         raise ValueError(
-            f"{needed} method={algorithm.name!r}, in whose server's state one part must have all "
-            f"layers of model={algorithm.model.name!r}, got {number}. Take a client's own model, "
-            "by client=0 for instance. In a method of your own, name the part `params`."
+            f"{needed} method={algorithm.name!r}, which has no global model: one part of its "
+            f"server's state must have all layers of model={algorithm.model.name!r}, got {number}. "
+            "Take a client's own model, by client=0 for instance. In a method of your own, name "
+            "the part `params`."
         )
     return found[0][1]
 
@@ -125,8 +129,10 @@ def global_model(origin: Origin, made: Snapshot, statement: dict[str, Any]) -> T
     """
     needed = "client must be a client's number for"
     params = shared_params(origin.algorithm, made.server, needed)
-    about = _about(origin, made.round, None)
+    about = _about(origin, made, None)
     about["privacy"] = _covered(origin.algorithm.model, statement)
+    if made.chosen:
+        about["privacy"] += _CHOSEN
     about["statement"] = without_clients(statement) or None
     return _model(origin, params, about)
 
@@ -143,7 +149,7 @@ def personal_model(origin: Origin, made: Snapshot, client: Any) -> TrainedModel:
         ValueError: There is no client of this number.
     """
     client = check_count("client", client, least=0, most=origin.clients.number - 1)
-    return _model(origin, _personal(origin, made, client), _about(origin, made.round, client))
+    return _model(origin, _personal(origin, made, client), _about(origin, made, client))
 
 
 def _model(origin: Origin, params: Params, about: dict[str, Any]) -> TrainedModel:
@@ -152,10 +158,11 @@ def _model(origin: Origin, params: Params, about: dict[str, Any]) -> TrainedMode
     return TrainedModel(model, here[0], here[1], about)
 
 
-def _about(origin: Origin, rounds: int, client: int | None) -> dict[str, Any]:
+def _about(origin: Origin, made: Snapshot, client: int | None) -> dict[str, Any]:
     return {
         "method": origin.algorithm.name,
-        "round": rounds,
+        "round": made.round,
+        "keep": "best" if made.chosen else "last",
         "clients": origin.clients.number,
         "client": client,
         "privacy": _PERSONAL.format(client),
@@ -191,7 +198,7 @@ def _personal(origin: Origin, made: Snapshot, client: int) -> Params:
     # Draws may depend on the number of positions, so it is the one of an evaluation.
     capacity = next(room for room in capacities_of(sizes) if room >= sizes[client])
     population = _alone(origin.algorithm, clients, client, capacity)
-    program = _personal_program(origin.algorithm, population, common_size(clients))
+    program = _personal_program(origin.algorithm, population)
     state = jax.tree.map(lambda leaf: np.asarray(leaf[client]), made.states)
     arguments = (jax.device_get(made.server), state, np.int32(client), np.int32(made.round - 1))
     key = jax.random.fold_in(_evaluation_key(origin.key, made.round), client)
@@ -223,17 +230,17 @@ def on_one_device(
 
 def _alone(algorithm: Algorithm, clients: Clients, client: int, capacity: int) -> Population:
     """Return one client on one device, with `capacity` positions for its training examples."""
-    return on_one_device(algorithm, _one_client(clients, client, capacity))
+    one = on_one_device(algorithm, _one_client(clients, client, capacity))
+    # All clients of a capacity share one program, as in an evaluation.
+    return one._replace(size=common_size(clients), capacities=(capacity,))
 
 
-def _personal_program(
-    algorithm: Algorithm, population: Population, size: int | None
-) -> functools.partial[Params]:
+def _personal_program(algorithm: Algorithm, population: Population) -> functools.partial[Params]:
     """Return the cached program of `_compile_personal`."""
     # The cache outlives the run, so it must not hold the run's arrays.
     bare = described(population)
-    key = ("personal", key_of_method(algorithm), bare, size)
-    return remembered(key, lambda: _compile_personal(algorithm, bare, size))
+    key = ("personal", key_of_method(algorithm), bare)
+    return remembered(key, lambda: _compile_personal(algorithm, bare))
 
 
 def _one_client(clients: Clients, client: int, capacity: int) -> Clients:
@@ -252,15 +259,12 @@ def _one_client(clients: Clients, client: int, capacity: int) -> Clients:
     )
 
 
-def _compile_personal(
-    algorithm: Algorithm, population: Population, size: int | None
-) -> functools.partial[Params]:
+def _compile_personal(algorithm: Algorithm, population: Population) -> functools.partial[Params]:
     """Return the program `(clients, key, server, state, client, last) -> params` of one client.
 
     Args:
         algorithm: The method.
-        population: A population of one client.
-        size: Number of training examples of each client of the run if they are equal, else None.
+        population: A population of one client, with one capacity.
     """
 
     def fit(
@@ -271,8 +275,8 @@ def _compile_personal(
         client: Int[Array, ""],
         last: Int[Array, ""],
     ) -> Params:
-        capacity = len(clients.train.flat)
-        data = data_of(clients, 0, client, capacity, index=last, size=size)
+        (capacity,) = population.capacities
+        data = data_of(clients, 0, client, capacity, index=last, size=population.size)
         return algorithm.personalize(key, server, state, data)
 
     return compile_for(algorithm, population, fit)

@@ -103,7 +103,7 @@ def test_clients_need_no_test_examples(tmp_path):
         (
             lambda: ifca(MODEL, clusters=2, local=LOCAL),
             DIGITS,
-            "central must be None for method='ifca', in whose server's state one part must have all",
+            "central must be None for method='ifca', which has no global model: one part",
         ),
         (
             private,

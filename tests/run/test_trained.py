@@ -2,10 +2,13 @@
 
 import jax
 import numpy as np
+import optax
 import pytest
 from algorithms_table import ALGORITHMS, MODEL, small_clients
 
-from jaxfl import simulate
+import jaxfl.run.trained
+from jaxfl import LocalSGD, simulate
+from jaxfl.algorithms import fedavg, fine_tuned
 from jaxfl.run.trained import shared_params
 
 NO_GLOBAL_MODEL = {
@@ -29,7 +32,7 @@ def by_hand(params, inputs):
     return x @ head["kernel"] + head["bias"]
 
 
-def tests_of(clients, client):
+def examples_of(clients, client):
     rows = clients.test[client][: clients.test_size[client]]
     return clients.inputs[rows], clients.labels[rows]
 
@@ -64,13 +67,31 @@ def test_every_method_has_an_honest_global_model_or_says_that_it_has_none(name):
         )
     for client in (0, 2, 8):
         model = result.model(client)
-        own_inputs, labels = tests_of(clients, client)
+        own_inputs, labels = examples_of(clients, client)
         right = np.mean(model.predict(own_inputs) == labels)
         assert right == pytest.approx(result.scores["accuracy"][client])
         losses = MODEL.task.loss(model(own_inputs), labels)
         assert np.mean(losses) == pytest.approx(result.scores["loss"][client], rel=1e-3)
         assert model.about["statement"] is None
         assert f"client {client} without noise. No epsilon" in model.about["privacy"]
+
+
+def test_all_clients_share_one_program(monkeypatch):
+    made = []
+    compile_personal = jaxfl.run.trained._compile_personal
+
+    def counted(*arguments):
+        made.append(compile_personal(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(jaxfl.run.trained, "_compile_personal", counted)
+    local = LocalSGD(optax.sgd(0.1), 4)
+    method = fine_tuned(fedavg(MODEL, local=local), local=local)
+    result = simulate(0, method, small_clients(), rounds=1, progress=False)
+    for client in (0, 1, 2):
+        result.model(client)
+    (program,) = made
+    assert program.func._cache_size() == 1
 
 
 def starts(result):

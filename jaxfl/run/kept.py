@@ -1,0 +1,98 @@
+"""States of the round with the best test scores, of a run or of each point of a sweep."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Float, Int
+
+from jaxfl.run.trained import Snapshot
+from jaxfl.tasks import Task
+from jaxfl.types import Tree
+
+
+def check_kept(stateful: bool, states: str) -> None:
+    """Require a run whose best states fit in the memory of one process.
+
+    Args:
+        stateful: Whether clients keep a state between rounds.
+        states: Place of the client states (see `simulate`).
+    """
+    if stateful and states == "host":
+        raise ValueError(
+            "keep must be 'last' with states='host' for a method whose clients keep a state, "
+            "because the copy of all states may not fit in memory, got 'best'. Keep the states on "
+            "the devices."
+        )
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"keep must be 'last' with several processes, got 'best' with {jax.process_count()}. "
+            "Run one process."
+        )
+
+
+class Best(NamedTuple):
+    """States after the best evaluation so far, as a checkpoint holds them."""
+
+    score: Float[np.ndarray, "1"]
+    """Score of the evaluation, for which higher is better."""
+    round: Int[np.ndarray, "1"]
+    """Number of rounds before the evaluation, or 0 before the first known score."""
+    server: Tree
+    states: Tree
+
+
+class BestModels:
+    """The best states so far of all runs that advance together.
+
+    The score is the headline metric's mean over clients. If no client is tested, it is the headline
+    metric of a central test set. The first of equal scores counts.
+
+    Args:
+        task: Task of the method.
+        server: First state of each run's server, on the host.
+        states: First client states of each run, on the host.
+    """
+
+    def __init__(self, task: Task, server: Sequence[Tree], states: Sequence[Tree]) -> None:
+        self.headline = task.headline
+        self.lower_is_better = task.metrics[task.headline].lower_is_better
+        self._first = list(zip(server, states, strict=True))
+        self.kept = self.blank()
+
+    def blank(self) -> list[Best]:
+        """Return arrays of the shapes of `kept`, for runs that have no score yet."""
+
+        def empty(states: tuple[Tree, Tree]) -> Best:
+            server, own = jax.tree.map(lambda leaf: np.zeros_like(np.asarray(leaf)), states)
+            return Best(np.full(1, -np.inf, np.float32), np.zeros(1, np.int32), server, own)
+
+        return [empty(states) for states in self._first]
+
+    def better(self, rows: Sequence[dict[str, Any]]) -> list[int]:
+        """Return the indices of the runs whose newest row has a better score than any before."""
+        scores = [self._score(row) for row in rows]
+        return [i for i, score in enumerate(scores) if score > self.kept[i].score[0]]
+
+    def keep(self, index: int, row: dict[str, Any], server: Tree, states: Tree) -> None:
+        """Keep the states of a run after the evaluation of its newest row."""
+        score = np.full(1, self._score(row), np.float32)
+        self.kept[index] = Best(score, np.full(1, row["round"], np.int32), server, states)
+
+    def snapshots(self) -> list[Snapshot | None]:
+        """Return each run's best states, or None if no score was known."""
+        return [
+            Snapshot(best.server, best.states, int(best.round[0]), chosen=True)
+            if best.round[0]
+            else None
+            for best in self.kept
+        ]
+
+    def _score(self, row: dict[str, Any]) -> float:
+        """Return a row's score, in single precision as checkpoints hold it."""
+        score = row[self.headline]
+        if math.isnan(score):
+            score = row.get(f"central_{self.headline}", math.nan)
+        return float(np.float32(-score if self.lower_is_better else score))

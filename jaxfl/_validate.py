@@ -331,18 +331,29 @@ def check_path(name: str, value: Any) -> Any:
     return value
 
 
+def check_not_empty(name: str, value: Any, *, check: Check) -> Any:
+    """Require at least one entry in what another check returns."""
+    entries = check(name, value)
+    if not len(entries):
+        raise ValueError(
+            f"{name} must have at least one entry, got {show(value)}. Give one or more."
+        )
+    return entries
+
+
+def check_optional(name: str, value: Any, *, check: Check) -> Any:
+    """Require what another check requires, or None."""
+    return None if value is None else check(name, value)
+
+
+def unchecked(name: str, value: Any) -> Any:
+    """Return any value as it is."""
+    return value
+
+
 def not_empty(check: Check) -> Check:
     """Return a check that also requires at least one entry."""
-
-    def check_all(name: str, value: Any) -> Any:
-        entries = check(name, value)
-        if not len(entries):
-            raise ValueError(
-                f"{name} must have at least one entry, got {show(value)}. Give one or more."
-            )
-        return entries
-
-    return check_all
+    return functools.partial(check_not_empty, check=check)
 
 
 at_least_0 = functools.partial(check_positive, zero=True)
@@ -432,6 +443,8 @@ def checked(**checks: Check) -> Callable[[_F], _F]:
                         arguments[name] = check(name, arguments[name])
             return target(*bound.args, **bound.kwargs)
 
+        # Tests derive from these checks which values must be refused.
+        call.argument_checks = lambda: prepared()[3]  # pyrefly: ignore[missing-attribute]
         return call  # pyrefly: ignore[bad-return]
 
     return decorate
@@ -445,13 +458,13 @@ def _by_annotation(name: str, hint: Any, check: Check | None) -> Check:
         check = _of_kinds(name, kinds)
     if len(kinds) == len(members):
         return check
-    return lambda name, value: None if value is None else check(name, value)
+    return functools.partial(check_optional, check=check)
 
 
 def _of_kinds(name: str, kinds: tuple[Any, ...]) -> Check:
     """Return the check of an argument whose annotation has these members, without None."""
     if Any in kinds:
-        return lambda name, value: value
+        return unchecked
     if kinds == (int,):
         return check_count
     if float in kinds and set(kinds) <= set(get_args(Number)):

@@ -1,7 +1,6 @@
 """What is refused before anything is computed, in which words, and what is taken."""
 
 import contextlib
-import inspect
 import os
 import pathlib
 import re
@@ -89,15 +88,18 @@ def tells(text, value):
     )
 
 
-def test_the_table_has_every_public_argument():
-    public = {*jaxfl.__all__} - {"algorithms", "callbacks", "data", "models", "privacy", "tasks"}
-    for module in (jaxfl.algorithms, jaxfl.callbacks, jaxfl.data, jaxfl.models, jaxfl.privacy):
-        public |= {*module.__all__}
-    assert public == {*malformed.ROWS, *malformed.RECORDS}
-    for name, (function, arguments) in malformed.ROWS.items():
-        parameters = inspect.signature(function).parameters.values()
-        own = {own.name for own in parameters if own.kind is not own.VAR_KEYWORD}
-        assert own <= {*arguments}, name
+@pytest.mark.parametrize("name", malformed.FUNCTIONS)
+def test_every_public_argument_has_values_to_refuse(name):
+    assert all(kind.bad for kind in malformed.arguments(name).values())
+
+
+def test_the_table_names_what_there_is():
+    arguments = {name: malformed.arguments(name) for name in malformed.FUNCTIONS}
+    known = {f"{name}.{argument}" for name in arguments for argument in arguments[name]}
+    known |= {argument for kinds in arguments.values() for argument in kinds}
+    assert malformed.PUBLIC.keys() >= malformed.RECORDS
+    assert malformed.ROWS.keys() <= arguments.keys()
+    assert {*malformed.VALUES, *malformed.REFUSED, *malformed.TAKEN} <= known
 
 
 def test_lists_in_place_of_a_populations_arrays_are_refused_by_field(never_runs):
@@ -112,16 +114,16 @@ def test_lists_in_place_of_a_populations_arrays_are_refused_by_field(never_runs)
             simulate(KEY, fedavg(MODEL), clients, rounds=1, progress=False)
 
 
-def test_the_table_has_10000_cases():
-    kinds = [kind for _, arguments in malformed.ROWS.values() for _, kind in arguments.values()]
-    assert sum(len(malformed.bad_values(kind)) for kind in kinds) >= 10_000
+def test_the_table_has_25000_cases():
+    kinds = [kind for name in malformed.FUNCTIONS for kind in malformed.arguments(name).values()]
+    assert sum(len(kind.bad) for kind in kinds) >= 25_000
 
 
-@pytest.mark.parametrize("name", malformed.ROWS)
+@pytest.mark.parametrize("name", malformed.FUNCTIONS)
 def test_malformed_arguments_are_refused(name, never_runs):
     found = {}
-    for argument, (_, kind) in malformed.ROWS[name][1].items():
-        for value in malformed.bad_values(kind):
+    for argument, kind in malformed.arguments(name).items():
+        for value in kind.bad:
             wrong = refused(
                 lambda a=argument, v=value: malformed.call(name, **{a: v}),
                 named=argument,
@@ -132,14 +134,12 @@ def test_malformed_arguments_are_refused(name, never_runs):
     assert not found
 
 
-@pytest.mark.parametrize("name", malformed.ROWS)
+@pytest.mark.parametrize("name", malformed.FUNCTIONS)
 def test_numpy_and_jax_values_are_taken(name, never_runs):
-    cases = [{}]
-    for argument, (_, kind) in malformed.ROWS[name][1].items():
-        cases += [{argument: value} for value in malformed.GOOD.get(kind.removesuffix("?"), [])]
-    for changes in cases:
-        if "inputs" in "".join(changes) and name == "from_arrays":  # both have one type
-            changes = dict.fromkeys(["train_inputs", "test_inputs"], *changes.values())
+    good = {argument: kind.good for argument, kind in malformed.arguments(name).items()}
+    # The arguments of one call are all of the same form.
+    for i in range(1 + max(map(len, good.values()), default=0)):
+        changes = {argument: values[i] for argument, values in good.items() if i < len(values)}
         with contextlib.suppress(Reached):
             malformed.call(name, **changes)
 

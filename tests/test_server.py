@@ -83,7 +83,7 @@ def test_its_rate_may_be_swept():
 
 
 BUILDERS = [name for name in algorithms.__all__ if name not in SECOND]
-USERS = [name for name in BUILDERS if "server_optimizer" in malformed.ROWS[name][1]]
+USERS = [name for name in BUILDERS if "server_optimizer" in malformed.arguments(name)]
 
 
 def test_who_sends_weights_or_has_a_step_of_its_own_refuses_a_servers_optimizer():

@@ -74,7 +74,7 @@ def _check_threshold(name: str, value: Any) -> Any:
     number = float(check_numbers(name, value, axes=(0,), negative=True))
     if number >= 1:
         raise ValueError(
-            f"{name} must be below 1, got {number:g}. Give a number in [0, 1), or a negative one "
+            f"{name} must be below 1, got {number!r}. Give a number in [0, 1), or a negative one "
             "to select all coordinates."
         )
     return number

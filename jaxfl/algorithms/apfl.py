@@ -1,6 +1,7 @@
 """APFL: a mixture of a personal model and the shared one, whose weight a client may learn."""
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -25,12 +26,8 @@ class Own(NamedTuple):
     alpha: Any
 
 
-def _fraction(name: str, value: Any) -> Any:
-    return check_fraction(name, value, zero=True)
-
-
 @checked(
-    alpha=_fraction,
+    alpha=functools.partial(check_fraction, zero=True),
     alpha_learning_rate=at_least_0,
     **GAUSSIAN,
 )

@@ -7,12 +7,11 @@ from jax import Array
 from jaxtyping import Key
 
 from jaxfl._validate import (
+    GAUSSIAN,
     at_least_0,
     check_fraction,
-    check_noise,
     checked,
     nonzero,
-    up_to_infinity,
 )
 from jaxfl.algorithms.fedavg import GradientRule, dp_fedavg
 from jaxfl.local.masks import sparsify, top_k_masks
@@ -24,12 +23,7 @@ from jaxfl.server import Server
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Tree
 
 
-@checked(
-    clip=up_to_infinity,
-    noise_multiplier=check_noise,
-    penalty_weight=at_least_0,
-    density=check_fraction,
-)
+@checked(**GAUSSIAN, penalty_weight=at_least_0, density=check_fraction)
 def blur_lus(
     model: Model,
     *,

@@ -7,7 +7,7 @@ import optax
 from jax import Array
 from jaxtyping import Key
 
-from jaxfl._validate import at_least_0, check_noise, checked, nonzero, up_to_infinity
+from jaxfl._validate import GAUSSIAN, at_least_0, checked, nonzero
 from jaxfl.algorithms.fedavg import GradientRule, Penalty, dp_fedavg, keeps_models
 from jaxfl.local.penalties import proximal
 from jaxfl.local.train import LocalSGD
@@ -17,7 +17,7 @@ from jaxfl.server import Server
 from jaxfl.types import Algorithm, ClientData, Model, Number, Params
 
 
-@checked(penalty_weight=at_least_0, clip=up_to_infinity, noise_multiplier=check_noise)
+@checked(**GAUSSIAN, penalty_weight=at_least_0)
 def ditto(
     model: Model,
     *,

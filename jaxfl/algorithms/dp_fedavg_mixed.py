@@ -1,8 +1,10 @@
 """DP-FedAvg that every client adapts to its own examples, and mixes with a model of its own."""
 
+import functools
+
 import optax
 
-from jaxfl._validate import GAUSSIAN, at_least_0, check_positive, checked
+from jaxfl._validate import GAUSSIAN, at_least_0, check_count, check_positive, checked
 from jaxfl.algorithms.fedavg import dp_fedavg
 from jaxfl.algorithms.fine_tuned import fine_tuned
 from jaxfl.algorithms.matrix_scaled import matrix_scaled
@@ -13,7 +15,13 @@ from jaxfl.privacy.sampling import Sampling
 from jaxfl.types import Algorithm, Model, Number
 
 
-@checked(**GAUSSIAN, penalty=check_positive, smoothing=at_least_0, train=check_positive)
+@checked(
+    **GAUSSIAN,
+    penalty=check_positive,
+    smoothing=at_least_0,
+    train=check_positive,
+    folds=functools.partial(check_count, least=2),
+)
 def dp_fedavg_mixed(
     model: Model,
     *,

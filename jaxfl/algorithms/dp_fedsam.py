@@ -2,7 +2,7 @@
 
 import optax
 
-from jaxfl._validate import at_least_0, check_noise, checked, nonzero, up_to_infinity
+from jaxfl._validate import GAUSSIAN, at_least_0, checked, nonzero
 from jaxfl.algorithms.fedavg import Penalty, dp_fedavg
 from jaxfl.local.sam import sam
 from jaxfl.local.train import LocalSGD
@@ -10,7 +10,7 @@ from jaxfl.privacy.sampling import Sampling
 from jaxfl.types import Algorithm, Model, Number
 
 
-@checked(clip=up_to_infinity, noise_multiplier=check_noise, radius=at_least_0)
+@checked(**GAUSSIAN, radius=at_least_0)
 def dp_fedsam(
     model: Model,
     *,

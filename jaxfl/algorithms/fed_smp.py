@@ -4,7 +4,7 @@ import optax
 from jax import Array
 from jaxtyping import Key, UInt32
 
-from jaxfl._validate import check_fraction, check_noise, checked, up_to_infinity
+from jaxfl._validate import GAUSSIAN, check_fraction, checked
 from jaxfl.algorithms.fedavg import GradientRule, Penalty, dp_fedavg
 from jaxfl.local.masks import keep, random_masks, sparsify
 from jaxfl.local.train import LocalSGD
@@ -14,7 +14,7 @@ from jaxfl.server import Server, SparseServer, init_sparse, public_key, sparse_s
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Tree
 
 
-@checked(clip=up_to_infinity, noise_multiplier=check_noise, density=check_fraction)
+@checked(**GAUSSIAN, density=check_fraction)
 def fed_smp(
     model: Model,
     *,

@@ -13,7 +13,12 @@ import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import at_least_0, check_noise, checked, nonzero, probability, up_to_infinity
+from jaxfl._validate import (
+    GAUSSIAN,
+    at_least_0,
+    checked,
+    nonzero,
+)
 from jaxfl.algorithms.fine_tuned import fine_tuned
 from jaxfl.local.penalties import proximal
 from jaxfl.local.train import GradientFn, LocalSGD, check_head
@@ -172,7 +177,7 @@ def fedprox(
     )
 
 
-@checked(clip=up_to_infinity, noise_multiplier=check_noise, delta=probability)
+@checked(**GAUSSIAN)
 def dp_fedavg(
     model: Model,
     *,
@@ -230,7 +235,7 @@ def dp_fedavg(
     )
 
 
-@checked(clip=up_to_infinity, noise_multiplier=check_noise)
+@checked(**GAUSSIAN)
 def dp_fedavg_fb(
     model: Model,
     *,

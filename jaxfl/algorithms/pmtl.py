@@ -10,7 +10,13 @@ import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import GAUSSIAN, at_least_0, check_noise, checked, nonzero, up_to_infinity
+from jaxfl._validate import (
+    GAUSSIAN,
+    at_least_0,
+    checked,
+    nonzero,
+    probability,
+)
 from jaxfl.algorithms.fedavg import GradientRule, dp_fedavg, dp_fedavg_fb, keeps_models
 from jaxfl.local.penalties import proximal
 from jaxfl.local.train import LocalSGD
@@ -115,7 +121,7 @@ def pmtl(
     return keeps_models(base, "pmtl", client_update)
 
 
-@checked(clip=up_to_infinity, noise_multiplier=check_noise, penalty_weight=at_least_0)
+@checked(**GAUSSIAN, penalty_weight=at_least_0)
 def pmtl_ft(
     model: Model,
     *,
@@ -175,7 +181,7 @@ def pmtl_ft(
     return base._replace(name="pmtl_ft")
 
 
-@checked(penalty_weight=at_least_0)
+@checked(penalty_weight=at_least_0, delta=probability)
 def mr_mtl(
     model: Model,
     *,

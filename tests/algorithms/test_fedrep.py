@@ -2,6 +2,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -85,9 +86,8 @@ def test_centaur_fits_its_head_by_the_published_optimizer():
     algorithm = centaur(MODEL, clip=CLIP, noise_multiplier=1.0, sampling=Full())
     server, head = start(algorithm)
     data = client_data()
-    own = data._rows[: int(data.size)]
-    x = MODEL.prepare(data._inputs[own])
-    labels = data._labels[own]
+    inputs, labels = data.take(jnp.arange(data.size))
+    x = MODEL.prepare(inputs)
 
     @jax.jit
     @jax.grad

@@ -62,11 +62,11 @@ def test_a_sharpness_aware_step_uses_the_gradient_uphill():
     algorithm = dp_fedsam(MODEL, radius=0.5, local=LocalSGD(optax.sgd(0.1), 16), **PRIVATE)
     server, message = update_of(algorithm)
     data = client_data()
-    rows = data._rows[: int(data.size)]
+    inputs, labels = data.take(jnp.arange(data.size))
 
     def objective(params):
-        logits = MODEL.apply(params, MODEL.prepare(data._inputs[rows]))
-        return MODEL.task.mean_loss(logits, data._labels[rows], jnp.ones(len(rows)))
+        logits = MODEL.apply(params, MODEL.prepare(inputs))
+        return MODEL.task.mean_loss(logits, labels, jnp.ones(len(labels)))
 
     g = jax.grad(objective)(server.params)
     norm = math.sqrt(sum(float((leaf**2).sum()) for leaf in jax.tree.leaves(g)))

@@ -213,7 +213,8 @@ def test_inexactness_is_the_ratio_of_gradients():
     message, _, info = method.client_update(KEY, server, (), data)
     plain, _, _ = fedprox(MODEL, mu=0.5, local=local).client_update(KEY, server, (), data)
     jax.tree.map(np.testing.assert_array_equal, message.update, plain.update)
-    x, labels = MODEL.prepare(data._inputs[data._rows]), data._labels[data._rows]
+    inputs, labels = data.take(jnp.arange(data.size))
+    x = MODEL.prepare(inputs)
     slope = jax.grad(
         lambda p: MODEL.task.mean_loss(MODEL.apply(p, x), labels, jnp.ones(len(labels)))
     )

@@ -1,6 +1,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -74,10 +75,10 @@ def test_many_inner_steps_reach_the_proximal_point_and_the_outer_one_is_the_enve
     )
     server, message, theta, _ = update_of(algorithm)
     w, point = reference.double(server.params)["head"], reference.double(theta)["head"]
-    rows = np.asarray(data._rows)[: int(data.size)]
-    x = np.asarray(data._inputs)[rows].reshape(len(rows), -1) * 2.0 / 255 - 1
+    inputs, labels = map(np.asarray, data.take(jnp.arange(data.size)))
+    x = inputs.reshape(len(inputs), -1) * 2.0 / 255 - 1
     p = np.exp(x @ point["kernel"] + point["bias"])
-    error = (p / p.sum(1, keepdims=True) - np.eye(10)[np.asarray(data._labels)[rows]]) / len(rows)
+    error = (p / p.sum(1, keepdims=True) - np.eye(10)[labels]) / len(labels)
     slope = {"kernel": x.T @ error, "bias": error.sum(0)}
     assert np.linalg.norm(slope["kernel"]) > 0.1
     assert_close(optax.tree.scale(weight, optax.tree.sub(w, point)), slope, atol=1e-5)  # stationary

@@ -83,8 +83,8 @@ def test_it_sends_the_gradient_of_the_sum_of_heads():
     server, states = start(algorithm)
     theta = jax.tree.map(lambda leaf: leaf + 0.1, first(states))
     data = client_data()
-    own = data._rows[: int(data.size)]
-    x, labels = MODEL.prepare(data._inputs[own]), data._labels[own]
+    inputs, labels = data.take(jnp.arange(data.size))
+    x = MODEL.prepare(inputs)
 
     def objective(params):
         both = MODEL.apply(params, x), MODEL.apply({**params, **theta}, x)
@@ -119,8 +119,8 @@ def test_centaurs_variant_fits_its_head_by_the_published_optimizer():
     server, states = start(algorithm)
     before = jax.tree.map(lambda leaf: leaf + 1, first(states))["head"]
     data = client_data()
-    own = data._rows[: int(data.size)]
-    x, labels = MODEL.prepare(data._inputs[own]), data._labels[own]
+    inputs, labels = data.take(jnp.arange(data.size))
+    x = MODEL.prepare(inputs)
 
     @jax.jit
     def slope(theta):

@@ -127,7 +127,8 @@ def test_penalty_enters_the_gradient():
     # A penalty whose gradient is -g at the start turns one step of SGD around.
     start = MODEL.init(jax.random.key(0))
     data = client(4, 4)
-    x, labels = MODEL.prepare(data._inputs[data._rows]), data._labels[data._rows]
+    inputs, labels = data.take(jnp.arange(4))
+    x = MODEL.prepare(inputs)
     g = jax.grad(lambda p: MODEL.task.mean_loss(MODEL.apply(p, x), labels, jnp.ones(4)))(start)
     with_penalty, _ = fit(data, penalty=lambda p: -2 * optax.tree.vdot(g, p))
     jax.tree.map(

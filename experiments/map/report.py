@@ -13,6 +13,7 @@ from experiments.map.places import passes_between
 from experiments.study import Result, dated, listed, markdown_table
 from jaxfl import Comparison
 from jaxfl.run import plots
+from jaxfl.run.looks import Look, looks
 
 _WAYS = {
     "plain": "",
@@ -242,21 +243,25 @@ SHOWN = (
     ("linear DP-FedAvg, fine-tuned", "DP-FedAvg, fine-tuned"),
     (RECIPE, "recipe"),
 )
+"""Methods in the pictures of all places, and their labels there."""
+
+OTHER = "highest other method"
 
 
 def draw(result: Result, path: pathlib.Path) -> None:
     """Draw the scores of a few methods against epsilon."""
     found = comparison(result)
     own = alone(result)
-    means = found.means()
-    shown = {label: means[own if name == "local-only" else name] for name, label in SHOWN}
+    scores = found.intervals()
+    shown = {label: scores[own if name == "local-only" else name] for name, label in SHOWN}
     other = [best(result, epsilon) for epsilon in epsilons_of(found)]
-    shown |= {name: means[name] for name in other if name not in dict(SHOWN)}
+    shown |= {name: scores[name] for name in other if name not in dict(SHOWN)}
+    sends = [name for name in shown if name != "trained alone"]
     with plots.style():
         figure = plots.new_figure(plots.DOUBLE, 2.6)
         axes = figure.subplots()
-        plots.against_epsilon(axes, shown, [name for name in shown if name != "trained alone"])
-        axes.set_ylabel("accuracy, mean ± std over seeds")
+        plots.against_epsilon(axes, shown, sends, looks(shown))
+        axes.set_ylabel(f"accuracy{plots.MEAN}")
         plots.legend_beside(axes)
     plots.save(figure, path.with_suffix(".png"))
 
@@ -331,13 +336,7 @@ def draw_answer(results: Mapping[str, Result], path: pathlib.Path) -> None:
         epsilons = epsilons_of(comparison(places[0]))
         panels = figure.subplots(1, len(epsilons), sharey=True, squeeze=False)[0]
         for axes, epsilon in zip(panels, epsilons, strict=True):
-            for index, (name, label) in enumerate(SHOWN[1:]):
-                _dots(axes, [_row(place, name, epsilon) for place in places], label, index)
-            rivals = [_row(place, _rival(place, epsilon), epsilon) for place in places]
-            _dots(axes, rivals, "highest other method", len(SHOWN) - 1)
-            axes.axvline(0, color="black", linewidth=0.8)
-            axes.set_title(f"ε {number(epsilon)}")
-            axes.set_xlabel("points over alone")
+            _draw_gains(axes, places, epsilon)
         titles = [
             place["place"]["title"].replace(" features, ", " features,\n") for place in places
         ]
@@ -345,6 +344,18 @@ def draw_answer(results: Mapping[str, Result], path: pathlib.Path) -> None:
         panels[0].invert_yaxis()
         plots.legend_beside(panels[-1])
     plots.save(figure, path)
+
+
+def _draw_gains(axes: Any, places: Sequence[Result], epsilon: float) -> None:
+    """Draw a panel of `draw_answer`, with a line for each place."""
+    rows = {label: [_row(place, name, epsilon) for place in places] for name, label in SHOWN[1:]}
+    rows[OTHER] = [_row(place, _rival(place, epsilon), epsilon) for place in places]
+    styles = looks(rows)
+    for index, (label, own) in enumerate(rows.items()):
+        _dots(axes, own, label, styles[label], 0.12 * (index - 2))
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_title(f"ε {number(epsilon)}")
+    axes.set_xlabel("points over training alone")
 
 
 def _row(result: Result, method: str, epsilon: float) -> dict[str, Any]:
@@ -373,13 +384,15 @@ def _rival(result: Result, epsilon: float) -> str:
     return max(rivals, key=lambda name: (found.mean(name, epsilon)[0], name))
 
 
-def _dots(axes: Any, rows: Sequence[Mapping[str, Any]], label: str, index: int) -> None:
-    """Draw a dot with its interval for each place."""
-    style = plots.series(index) | {"linestyle": "none"}
+def _dots(
+    axes: Any, rows: Sequence[Mapping[str, Any]], label: str, look: Look, shift: float
+) -> None:
+    """Draw a dot with its interval for each place, shifted so that dots do not cover each other."""
+    style = look | {"linestyle": "none"}
     gains = 100 * np.array([row["difference"] for row in rows])
     low = gains - 100 * np.array([row["low"] for row in rows])
     high = 100 * np.array([row["high"] for row in rows]) - gains
-    heights = np.arange(len(rows)) + 0.12 * (index - 2)
+    heights = np.arange(len(rows)) + shift
     axes.errorbar(gains, heights, xerr=[low, high], label=label, **style)
 
 

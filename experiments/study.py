@@ -40,6 +40,7 @@ class Options:
     scale: Literal["smoke", "paper"] = "paper"
     """Scale: "smoke" runs for seconds on digits without a result, "paper" makes the results."""
     seeds: tuple[int, ...] = (0, 1, 2)
+    """Seeds of the final runs. A smoke run has the first alone."""
     out: pathlib.Path = pathlib.Path("runs")
     """Folder of the runs, from which a stopped command resumes."""
 

@@ -140,7 +140,11 @@ def markdown(result: Result) -> str:
     name = result["study"]
     parts = [TEXT.format(**place, name=name)]
     parts += [summary(result, epsilon) for epsilon in epsilons_of(found)]
-    parts += [table(result), settings(result)]
+    private = [best(result, epsilon) for epsilon in epsilons_of(found)]
+    shown = dict.fromkeys([alone(result), *(name for name, _ in SHOWN[1:]), *private])
+    parts += [table(result, list(shown))]
+    parts += [folded("All methods, the best at the smallest ε first", table(result))]
+    parts += [folded("Chosen settings", settings(result))]
     hours = sum(own["seconds"] for own in result["methods"].values()) / 3600
     parts.append(f"{hours:.2f} core-hours. Seeds {listed(result['seeds'])}; {dated(result)}.")
     return "\n\n".join(parts)
@@ -179,8 +183,18 @@ def _cell(found: Comparison, method: str, epsilon: float, field: str = "score") 
     return percent(values) if values else "–"
 
 
-def table(result: Result) -> str:
-    """Return the scores of all methods by epsilon, the best at the smallest one first."""
+def folded(title: str, text: str) -> str:
+    """Return a text that a reader of a page sees after a click on its title."""
+    return f"<details>\n<summary>{title}</summary>\n\n{text}\n\n</details>"
+
+
+def table(result: Result, methods: Sequence[str] | None = None) -> str:
+    """Return the scores of methods by epsilon, the best at the smallest one first.
+
+    Args:
+        result: Result of a place.
+        methods: Names of the methods. None takes all.
+    """
     found = comparison(result)
     finite = epsilons_of(found)
     private = {method for method, epsilon in found.cells if math.isfinite(epsilon)}
@@ -196,12 +210,12 @@ def table(result: Result) -> str:
         at = (method, finite[0] if method in private else math.inf)
         return -found.mean(*at)[0] if at in found.cells else math.inf
 
-    methods = sorted(dict.fromkeys(method for method, _ in found.cells), key=order)
+    methods = methods or list(dict.fromkeys(method for method, _ in found.cells))
     unseen = any("unseen" in row for row in found.rows)
     head = ["accuracy %", *(f"ε {number(epsilon)}" for epsilon in (*finite, math.inf))]
     head += [f"unseen, ε {number(epsilon)}" for epsilon in finite] if unseen else []
     lines = []
-    for method in methods:
+    for method in sorted(methods, key=order):
         line = [method, *cells(method, "score", finite), _cell(found, method, math.inf)]
         lines.append([*line, *(cells(method, "unseen", finite) if unseen else [])])
     return markdown_table(head, lines)
@@ -227,8 +241,8 @@ def settings(result: Result) -> str:
             cells.setdefault(_label(method, row["way"]), {})[row["epsilon"]] = f"{text} ({score})"
     epsilons = sorted({epsilon for own in cells.values() for epsilon in own})
     head = [
-        "chosen (validation % of points tried)",
-        *(f"ε {number(epsilon)}" for epsilon in epsilons),
+        "method",
+        *(f"ε {number(epsilon)}: point (validation % of tried)" for epsilon in epsilons),
     ]
     lines = [
         [name, *(own.get(epsilon, "–") for epsilon in epsilons)] for name, own in cells.items()
@@ -237,7 +251,7 @@ def settings(result: Result) -> str:
 
 
 SHOWN = (
-    ("local-only", "trained alone"),
+    ("local-only", "local-only"),
     ("linear DP-FedAvg", "DP-FedAvg"),
     (CORRECTED, "DP-FedAvg, corrected"),
     ("linear DP-FedAvg, fine-tuned", "DP-FedAvg, fine-tuned"),
@@ -256,7 +270,7 @@ def draw(result: Result, path: pathlib.Path) -> None:
     shown = {label: scores[own if name == "local-only" else name] for name, label in SHOWN}
     other = [best(result, epsilon) for epsilon in epsilons_of(found)]
     shown |= {name: scores[name] for name in other if name not in dict(SHOWN)}
-    sends = [name for name in shown if name != "trained alone"]
+    sends = [name for name in shown if name != "local-only"]
     with plots.style():
         figure = plots.new_figure(plots.DOUBLE, 2.6)
         axes = figure.subplots()
@@ -301,7 +315,7 @@ def answer(results: Mapping[str, Result]) -> str:
     count = f"{len(places)} place{'s' * (len(places) > 1)}"
     return "\n".join(
         [
-            "![points over training alone](experiments/map/answer.png)",
+            "![points over clients that each train alone](experiments/map/answer.png)",
             "",
             *sentences,
             "",
@@ -355,7 +369,7 @@ def _draw_gains(axes: Any, places: Sequence[Result], epsilon: float) -> None:
         _dots(axes, own, label, styles[label], 0.12 * (index - 2))
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_title(f"ε {number(epsilon)}")
-    axes.set_xlabel("points over training alone")
+    axes.set_xlabel("points over local-only")
 
 
 def _row(result: Result, method: str, epsilon: float) -> dict[str, Any]:

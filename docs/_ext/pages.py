@@ -129,13 +129,19 @@ def builders() -> str:
     return "\n".join(f"{label} </methods/{slug}>" for label, slug in sorted(labels.items()))
 
 
+def studies() -> str:
+    """Return the entries of the sidebar for the pages of results, by the heads of their titles."""
+    labels = {re.split("[:,]", title(path))[0]: name for name, path in readmes().items()}
+    return "\n".join(f"{label} <{name}>" for label, name in sorted(labels.items()))
+
+
 def summaries() -> str:
     """Return what each page of results asks and answers."""
     found = {}
     for name, path in readmes().items():
         text = "\n\n".join(_SUMMARY.findall(path.read_text()))
         made = DOCS / "results/index.md"
-        found[title(path)] = f"## [{title(path)}]({name}.md)\n\n{relink(text, path, made)}"
+        found[title(path)] = f"**[{title(path)}]({name}.md)**\n\n{relink(text, path, made)}"
     return "\n\n".join(found[name] for name in sorted(found))
 
 
@@ -180,10 +186,10 @@ def read(app: Sphinx, name: str, content: list[str]) -> None:
     text = relink(content[0], path, path)
     if path.parent == DOCS / "reference":
         text = reference(text, path.stem)
-    made = {"methods": overview, "builders": builders, "summaries": summaries}
-    for mark, write in made.items():
-        if f"<!-- {mark} -->" in text:
-            text = text.replace(f"<!-- {mark} -->", write())
+    for write in (overview, builders, studies, summaries):
+        mark = f"<!-- {write.__name__} -->"
+        if mark in text:
+            text = text.replace(mark, write())
     content[0] = text
 
 

@@ -311,7 +311,6 @@ def answer(results: Mapping[str, Result]) -> str:
         f"{others[small]} points from that recipe "
         f"{at(number(small), others[large], number(large))}.",
     ]
-    titles = "; ".join(place["place"]["title"] for place in places)
     count = f"{len(places)} place{'s' * (len(places) > 1)}"
     return "\n".join(
         [
@@ -319,7 +318,8 @@ def answer(results: Mapping[str, Result]) -> str:
             "",
             *sentences,
             "",
-            f"Measured so far, at {count}: {titles}.",
+            f"Measured so far at {count}, which the picture names. Bars are 95% intervals of "
+            "paired differences over seeds.",
         ]
     )
 
@@ -369,7 +369,7 @@ def _draw_gains(axes: Any, places: Sequence[Result], epsilon: float) -> None:
         _dots(axes, own, label, styles[label], 0.12 * (index - 2))
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_title(f"ε {number(epsilon)}")
-    axes.set_xlabel("points over local-only")
+    axes.set_xlabel("points over training alone")
 
 
 def _row(result: Result, method: str, epsilon: float) -> dict[str, Any]:

@@ -309,13 +309,13 @@ def against_epsilon(
         dash = "--" if name in sends else ":"
         axes.axhline(mean, color=styles[name]["color"], linestyle=dash, label=name)
     _label_epsilons(axes, epsilons)
+    axes.set(xlabel="ε", xlim=(-0.4, len(epsilons) - 0.6))
 
 
 def _label_epsilons(axes: Axes, epsilons: Sequence[float]) -> None:
-    """Label the horizontal axis of `against_epsilon`, on which epsilons have equal distances."""
+    """Label the ticks of epsilons, which have equal distances."""
     names = ["∞" if math.isinf(epsilon) else f"{epsilon:g}" for epsilon in epsilons]
     axes.set_xticks(range(len(epsilons)), names)
-    axes.set(xlabel="ε", xlim=(-0.4, len(epsilons) - 0.6))
 
 
 def _by_noise(found: Mapping[str, Mapping[float, Any]]) -> tuple[list[str], list[str]]:

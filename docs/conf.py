@@ -35,10 +35,12 @@ exclude_patterns = ["_build", "README.md"]
 
 html_theme = "sphinx_book_theme"
 html_title = "jaxfl"
+html_logo = html_favicon = "_static/logo.svg"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = html_show_sourcelink = False
 html_theme_options = {
+    "logo": {"text": f"jaxfl {version}"},
     "show_toc_level": 2,
     "home_page_in_toc": False,
     "use_download_button": False,

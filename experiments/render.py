@@ -30,12 +30,32 @@ class Config:
     """Write nothing, and end with 1 if a README does not match its results."""
 
 
+def _in_words(name: str) -> str:
+    """Return the name of a column for readers.
+
+    >>> _in_words("us_per_client_step"), _in_words("temporary_mb")
+    ('µs per client step', 'temporary MB')
+    """
+    units = {"us": "µs", "mb": "MB", "gb": "GB"}
+    return " ".join(units.get(word, word) for word in name.split("_"))
+
+
+def _cell(value: Any) -> str:
+    """Return a value with three digits if it is a float, and a dash if it is not known.
+
+    >>> _cell(None), _cell(0.01234), _cell(98765.0), _cell("lenet")
+    ('–', '0.0123', '98,800', 'lenet')
+    """
+    if value is None:
+        return "–"
+    if not isinstance(value, float):
+        return str(value)
+    short = f"{value:.3g}"
+    return f"{float(short):,.0f}" if "e+" in short else short
+
+
 def benchmark(result: dict[str, Any]) -> str:
     """Return the table of a benchmark."""
-
-    def cell(value: Any) -> str:
-        return "–" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
-
     rows, machine = result["rows"], result["machine"]
     names = ", ".join(f"{name} {machine[name]}" for name in ("jax", "jaxlib", "numpy"))
     where = (
@@ -43,7 +63,7 @@ def benchmark(result: dict[str, Any]) -> str:
         f"{machine['devices']} x {machine['device']}; {names}"
     )
     table = markdown_table(
-        [name.replace("_", " ") for name in rows[0]], [[*map(cell, row.values())] for row in rows]
+        [_in_words(name) for name in rows[0]], [[*map(_cell, row.values())] for row in rows]
     )
     return f"{table}\n\n{result['headline']}. {where}; {result['date']}."
 

@@ -25,6 +25,7 @@ from jaxfl._validate import check_path, check_seeds, checked
 from jaxfl.backend import compile_quickly
 from jaxfl.files import write_json
 from jaxfl.run import plots
+from jaxfl.run.looks import looks
 
 HERE = pathlib.Path(__file__).parent
 PACKAGES = ("jaxfl", "jax", "jaxlib", "optax", "numpy", "dp-accounting")
@@ -39,6 +40,7 @@ class Options:
     scale: Literal["smoke", "paper"] = "paper"
     """Scale: "smoke" runs for seconds on digits without a result, "paper" makes the results."""
     seeds: tuple[int, ...] = (0, 1, 2)
+    """Seeds of the final runs. A smoke run has the first alone."""
     out: pathlib.Path = pathlib.Path("runs")
     """Folder of the runs, from which a stopped command resumes."""
 
@@ -258,16 +260,18 @@ def draw_curves(
     label: str = "accuracy %",
     scale: float = 100.0,
 ) -> None:
-    """Draw a number by round: the mean over seeds, and a band from the least to the largest.
-
-    Lines after the first eight are dashed, because there are eight colours.
-    """
+    """Draw a number by round: the mean over seeds, and a band of its 95% interval."""
     with plots.style():
         figure = plots.new_figure(plots.DOUBLE, 3.2)
         axes = figure.subplots()
-        for index, (name, row) in enumerate(result["rows"].items()):
-            plots.by_round(axes, row["rounds"], scale * np.array(row[values]), name, index)
-        axes.set_ylabel(label)
+        styles = looks(result["rows"])
+        for name, row in result["rows"].items():
+            plots.by_round(axes, row["rounds"], scale * np.array(row[values]), name, styles[name])
+        axes.set_ylabel(label + plots.MEAN * (len(result["seeds"]) > 1))
+        if scale == 100:
+            # Intervals of few seeds may leave the range of a share.
+            low, high = axes.get_ylim()
+            axes.set_ylim(max(low, -2), min(high, 102))
         plots.legend_beside(axes)
     plots.save(figure, path.with_suffix(".png"))
 

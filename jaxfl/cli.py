@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.metadata
+import inspect
 import io
 import itertools
 import json
@@ -81,6 +82,11 @@ def _later(command: Callable[..., None]) -> Callable[..., Callable[[], None]]:
     def bind(*given: Any, **options: Any) -> Callable[[], None]:
         return functools.partial(command, *given, **options)
 
+    # The help would break an argument's text where a line of the docstring ends.
+    bind.__doc__ = re.sub(r"\n {8}", " ", inspect.cleandoc(command.__doc__ or ""))
+    # Otherwise tyro would read the docstring of the command itself.
+    vars(bind)["__signature__"] = inspect.signature(command)
+    del vars(bind)["__wrapped__"]
     return bind
 
 

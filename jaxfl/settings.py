@@ -143,10 +143,7 @@ class FederatedData:
     clients: int = 100
     """Number of clients, N."""
     partition: Literal["dirichlet", "classes", "iid"] = "dirichlet"
-    """dirichlet: label shares with concentration alpha. classes: equally many labels per client.
-
-    iid: random examples.
-    """
+    """dirichlet: shares of labels by alpha. classes: equally many labels each. iid: at random."""
     alpha: float = 0.5
     """Concentration of a dirichlet partition. Smaller values give a client fewer labels."""
     classes: int = 2

@@ -1,5 +1,6 @@
-"""Sphinx extension that generates the pages of the methods and of the results."""
+"""Sphinx extension that generates the pages of the methods, the reference and the results."""
 
+import importlib
 import inspect
 import os
 import pathlib
@@ -11,7 +12,6 @@ from algorithms_table import ALGORITHMS, SIZES
 from methods import PAGES, Page
 from sphinx.application import Sphinx
 
-from jaxfl import algorithms
 from jaxfl.privacy import planned_ledger, privacy_statement
 from jaxfl.types import Algorithm
 
@@ -19,6 +19,9 @@ DOCS = pathlib.Path(__file__).parents[1]
 ROOT = DOCS.parent
 MADE = "made here; do not edit"
 _ROUNDS = 4
+_BLOCK = re.compile(r"```\{eval-rst\}\n(.*?)```\n", re.DOTALL)
+_ENTRY = re.compile(r"^(\.\. auto\w+:: (\S+)\n(?:   .*\n)*)", re.MULTILINE)
+_SUMMARY = re.compile(r"^\*\*(?:Question|Answer)\.\*\* (.+?)(?=\n\n)", re.DOTALL | re.MULTILINE)
 
 
 def readmes() -> dict[str, pathlib.Path]:
@@ -99,33 +102,95 @@ def title(path: pathlib.Path) -> str:
     return next(line[2:] for line in path.read_text().splitlines() if line.startswith("# "))
 
 
+def first_sentence(name: str) -> str:
+    """Return the first line of what a public name's docstring says, for a cell of a table."""
+    module, _, attribute = name.rpartition(".")
+    value = getattr(importlib.import_module(module), attribute)
+    # Instances of built-in classes have the docstring of their class.
+    documented = callable(value) and inspect.getdoc(value)
+    first = (documented or "").split("\n")[0]
+    return re.sub(r":math:`([^`]*)`", r"$\1$", first).replace("|", r"\|")
+
+
 def overview() -> str:
     """Return a table of all methods."""
     lines = ["| builder | in a sentence | page |", "| --- | --- | --- |"]
     for entry in PAGES:
-        for name in entry.names:
-            first = (inspect.getdoc(getattr(algorithms, name)) or "").split("\n")[0]
-            first = re.sub(r":math:`([^`]*)`", r"$\1$", first).replace("|", r"\|")
-            lines.append(
-                f"| {{py:func}}`~jaxfl.algorithms.{name}` | {first} | "
-                f"[{entry.title}](/methods/{entry.slug}.md) |"
-            )
+        for builder in entry.names:
+            name = f"jaxfl.algorithms.{builder}"
+            page_of = f"[{entry.title}](/methods/{entry.slug}.md)"
+            lines.append(f"| {{py:func}}`~{name}` | {first_sentence(name)} | {page_of} |")
     return "\n".join(lines)
+
+
+def builders() -> str:
+    """Return the entries of the sidebar, which lists the pages of methods by their builders."""
+    labels = {", ".join(entry.names): entry.slug for entry in PAGES}
+    return "\n".join(f"{label} </methods/{slug}>" for label, slug in sorted(labels.items()))
+
+
+def studies() -> str:
+    """Return the entries of the sidebar for the pages of results, by the heads of their titles."""
+    labels = {re.split("[:,]", title(path))[0]: name for name, path in readmes().items()}
+    return "\n".join(f"{label} <{name}>" for label, name in sorted(labels.items()))
+
+
+def summaries() -> str:
+    """Return what each page of results asks and answers."""
+    found = {}
+    for name, path in readmes().items():
+        text = "\n\n".join(_SUMMARY.findall(path.read_text()))
+        made = DOCS / "results/index.md"
+        found[title(path)] = f"**[{title(path)}]({name}.md)**\n\n{relink(text, path, made)}"
+    return "\n\n".join(found[name] for name in sorted(found))
+
+
+def listed(block: re.Match) -> str:
+    """Return a block of the reference with a table in place of its entries, which have pages."""
+    entries = _ENTRY.findall(block[1])
+    rest = _ENTRY.sub("", block[1]).strip()
+    lines = [f"```{{eval-rst}}\n{rest}\n```\n"] if rest else []
+    if entries:
+        lines += ["| name | in a sentence |", "| --- | --- |"]
+    lines += [f"| {{py:obj}}`~{name}` | {first_sentence(name)} |" for _, name in entries]
+    return "\n".join([*lines, ""])
+
+
+def reference(text: str, stem: str) -> str:
+    """Return a page of the reference that lists its entries, and has theirs in the sidebar."""
+    names = [name for _, name in _ENTRY.findall(text)]
+    pages = "\n".join(f"{name.rpartition('.')[2]} <{stem}/{name}>" for name in names)
+    tree = f"\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n" if names else ""
+    return _BLOCK.sub(listed, text) + tree
 
 
 def make(app: Sphinx) -> None:
     """Write the pages that changed."""
     for entry in PAGES:
         _write(DOCS / f"methods/{entry.slug}.md", page(entry))
+    for source in DOCS.glob("reference/*.md"):
+        for directive, name in _ENTRY.findall(source.read_text()):
+            text = f"<!-- {MADE} -->\n# {name.rpartition('.')[2]}\n\n"
+            text += f"```{{eval-rst}}\n{directive}```\n"
+            _write(source.with_suffix("") / f"{name}.md", text)
     for name, path in readmes().items():
         made = DOCS / f"results/{name}.md"
-        _write(made, f"<!-- {MADE} -->\n" + relink(path.read_text(), path, made))
+        # Narrow columns must not part a mean from its deviation.
+        text = relink(path.read_text(), path, made).replace(" ± ", "\u00a0±\u00a0")
+        _write(made, f"<!-- {MADE} -->\n{text}")
 
 
 def read(app: Sphinx, name: str, content: list[str]) -> None:
-    """Change links of the written pages to other documents, and insert the table of methods."""
+    """Change links of the written pages to other documents, and insert tables and summaries."""
     path = pathlib.Path(app.env.doc2path(name))
-    content[0] = relink(content[0], path, path).replace("<!-- methods -->", overview())
+    text = relink(content[0], path, path)
+    if path.parent == DOCS / "reference":
+        text = reference(text, path.stem)
+    for write in (overview, builders, studies, summaries):
+        mark = f"<!-- {write.__name__} -->"
+        if mark in text:
+            text = text.replace(mark, write())
+    content[0] = text
 
 
 def _write(path: pathlib.Path, text: str) -> None:

@@ -31,6 +31,7 @@ from experiments.study import (
 from jaxfl.algorithms.adp_pfl import fisher_percentile, largest, random_share
 from jaxfl.privacy import paper_noise
 from jaxfl.run import plots
+from jaxfl.run.looks import looks
 
 SCHEDULES = ("fixed", "round-level")
 SUFFIXES = {"mnist": "", "fashion_mnist": "_fashion_mnist", "cifar10": "_cifar10"}
@@ -512,32 +513,24 @@ def figure_4_markdown(result: Result) -> str:
 def draw(column: str, result: Result, path: pathlib.Path) -> None:
     """Draw the accuracy of local models by epsilon or percentile.
 
-    Points are means over seeds, and bars reach from the least to the largest value.
+    Points are means over seeds, and bars are their 95% intervals.
     """
     with plots.style():
         figure = plots.new_figure(plots.DOUBLE, 3.2)
         axes = figure.subplots()
-        for index, method in enumerate(_names(result["rows"])):
+        methods = _names(result["rows"])
+        styles = looks([*methods, *FLOORS.values()])
+        for method in methods:
             rows = [row for row in result["rows"] if row["method"] == method]
-            scores = 100 * np.array([row["local"] for row in rows])
-            bars = np.abs(np.stack([scores.min(1), scores.max(1)]) - scores.mean(1))
-            axes.errorbar(
-                [row[column] for row in rows],
-                scores.mean(1),
-                bars,
-                label=method,
-                **plots.series(index),
-            )
-        for (floor, name), style in zip(FLOORS.items(), (":", "--", "-.")):
-            axes.axhline(
-                100 * np.mean(result["floors"][floor]["local"]),
-                color="gray",
-                linestyle=style,
-                label=name,
-            )
-        axes.set(
-            xlabel="ε" if column == "epsilon" else column, ylabel="accuracy of local models, %"
-        )
+            scores = 100 * np.array([row["local"] for row in rows]).T
+            horizontal = [row[column] for row in rows]
+            mean, half = scores.mean(0), plots.interval(scores)
+            axes.errorbar(horizontal, mean, half, label=method, **styles[method])
+        for (floor, name), dash in zip(FLOORS.items(), (":", "--", "-.")):
+            mean = 100 * np.mean(result["floors"][floor]["local"])
+            axes.axhline(mean, color=styles[name]["color"], linestyle=dash, label=name)
+        axes.set_xlabel("ε" if column == "epsilon" else column)
+        axes.set_ylabel(f"local accuracy %{plots.MEAN}")
         plots.legend_beside(axes)
     plots.save(figure, path.with_suffix(".png"))
 

@@ -13,6 +13,7 @@ from experiments.map.places import passes_between
 from experiments.study import Result, dated, listed, markdown_table
 from jaxfl import Comparison
 from jaxfl.run import plots
+from jaxfl.run.looks import Look, looks
 
 _WAYS = {
     "plain": "",
@@ -139,7 +140,11 @@ def markdown(result: Result) -> str:
     name = result["study"]
     parts = [TEXT.format(**place, name=name)]
     parts += [summary(result, epsilon) for epsilon in epsilons_of(found)]
-    parts += [table(result), settings(result)]
+    private = [best(result, epsilon) for epsilon in epsilons_of(found)]
+    shown = dict.fromkeys([alone(result), *(name for name, _ in SHOWN[1:]), *private])
+    parts += [table(result, list(shown))]
+    parts += [folded("All methods, the best at the smallest ε first", table(result))]
+    parts += [folded("Chosen settings", settings(result))]
     hours = sum(own["seconds"] for own in result["methods"].values()) / 3600
     parts.append(f"{hours:.2f} core-hours. Seeds {listed(result['seeds'])}; {dated(result)}.")
     return "\n\n".join(parts)
@@ -178,8 +183,18 @@ def _cell(found: Comparison, method: str, epsilon: float, field: str = "score") 
     return percent(values) if values else "–"
 
 
-def table(result: Result) -> str:
-    """Return the scores of all methods by epsilon, the best at the smallest one first."""
+def folded(title: str, text: str) -> str:
+    """Return a text that a reader of a page sees after a click on its title."""
+    return f"<details>\n<summary>{title}</summary>\n\n{text}\n\n</details>"
+
+
+def table(result: Result, methods: Sequence[str] | None = None) -> str:
+    """Return the scores of methods by epsilon, the best at the smallest one first.
+
+    Args:
+        result: Result of a place.
+        methods: Names of the methods. None takes all.
+    """
     found = comparison(result)
     finite = epsilons_of(found)
     private = {method for method, epsilon in found.cells if math.isfinite(epsilon)}
@@ -195,12 +210,12 @@ def table(result: Result) -> str:
         at = (method, finite[0] if method in private else math.inf)
         return -found.mean(*at)[0] if at in found.cells else math.inf
 
-    methods = sorted(dict.fromkeys(method for method, _ in found.cells), key=order)
+    methods = methods or list(dict.fromkeys(method for method, _ in found.cells))
     unseen = any("unseen" in row for row in found.rows)
     head = ["accuracy %", *(f"ε {number(epsilon)}" for epsilon in (*finite, math.inf))]
     head += [f"unseen, ε {number(epsilon)}" for epsilon in finite] if unseen else []
     lines = []
-    for method in methods:
+    for method in sorted(methods, key=order):
         line = [method, *cells(method, "score", finite), _cell(found, method, math.inf)]
         lines.append([*line, *(cells(method, "unseen", finite) if unseen else [])])
     return markdown_table(head, lines)
@@ -226,8 +241,8 @@ def settings(result: Result) -> str:
             cells.setdefault(_label(method, row["way"]), {})[row["epsilon"]] = f"{text} ({score})"
     epsilons = sorted({epsilon for own in cells.values() for epsilon in own})
     head = [
-        "chosen (validation % of points tried)",
-        *(f"ε {number(epsilon)}" for epsilon in epsilons),
+        "method",
+        *(f"ε {number(epsilon)}: point (validation % of tried)" for epsilon in epsilons),
     ]
     lines = [
         [name, *(own.get(epsilon, "–") for epsilon in epsilons)] for name, own in cells.items()
@@ -236,27 +251,31 @@ def settings(result: Result) -> str:
 
 
 SHOWN = (
-    ("local-only", "trained alone"),
+    ("local-only", "local-only"),
     ("linear DP-FedAvg", "DP-FedAvg"),
     (CORRECTED, "DP-FedAvg, corrected"),
     ("linear DP-FedAvg, fine-tuned", "DP-FedAvg, fine-tuned"),
     (RECIPE, "recipe"),
 )
+"""Methods in the pictures of all places, and their labels there."""
+
+OTHER = "highest other method"
 
 
 def draw(result: Result, path: pathlib.Path) -> None:
     """Draw the scores of a few methods against epsilon."""
     found = comparison(result)
     own = alone(result)
-    means = found.means()
-    shown = {label: means[own if name == "local-only" else name] for name, label in SHOWN}
+    scores = found.intervals()
+    shown = {label: scores[own if name == "local-only" else name] for name, label in SHOWN}
     other = [best(result, epsilon) for epsilon in epsilons_of(found)]
-    shown |= {name: means[name] for name in other if name not in dict(SHOWN)}
+    shown |= {name: scores[name] for name in other if name not in dict(SHOWN)}
+    sends = [name for name in shown if name != "local-only"]
     with plots.style():
         figure = plots.new_figure(plots.DOUBLE, 2.6)
         axes = figure.subplots()
-        plots.against_epsilon(axes, shown, [name for name in shown if name != "trained alone"])
-        axes.set_ylabel("accuracy, mean ± std over seeds")
+        plots.against_epsilon(axes, shown, sends, looks(shown))
+        axes.set_ylabel(f"accuracy{plots.MEAN}")
         plots.legend_beside(axes)
     plots.save(figure, path.with_suffix(".png"))
 
@@ -292,15 +311,15 @@ def answer(results: Mapping[str, Result]) -> str:
         f"{others[small]} points from that recipe "
         f"{at(number(small), others[large], number(large))}.",
     ]
-    titles = "; ".join(place["place"]["title"] for place in places)
     count = f"{len(places)} place{'s' * (len(places) > 1)}"
     return "\n".join(
         [
-            "![points over training alone](experiments/map/answer.png)",
+            "![points over clients that each train alone](experiments/map/answer.png)",
             "",
             *sentences,
             "",
-            f"Measured so far, at {count}: {titles}.",
+            f"Measured so far at {count}, which the picture names. Bars are 95% intervals of "
+            "paired differences over seeds.",
         ]
     )
 
@@ -331,13 +350,7 @@ def draw_answer(results: Mapping[str, Result], path: pathlib.Path) -> None:
         epsilons = epsilons_of(comparison(places[0]))
         panels = figure.subplots(1, len(epsilons), sharey=True, squeeze=False)[0]
         for axes, epsilon in zip(panels, epsilons, strict=True):
-            for index, (name, label) in enumerate(SHOWN[1:]):
-                _dots(axes, [_row(place, name, epsilon) for place in places], label, index)
-            rivals = [_row(place, _rival(place, epsilon), epsilon) for place in places]
-            _dots(axes, rivals, "highest other method", len(SHOWN) - 1)
-            axes.axvline(0, color="black", linewidth=0.8)
-            axes.set_title(f"ε {number(epsilon)}")
-            axes.set_xlabel("points over alone")
+            _draw_gains(axes, places, epsilon)
         titles = [
             place["place"]["title"].replace(" features, ", " features,\n") for place in places
         ]
@@ -345,6 +358,18 @@ def draw_answer(results: Mapping[str, Result], path: pathlib.Path) -> None:
         panels[0].invert_yaxis()
         plots.legend_beside(panels[-1])
     plots.save(figure, path)
+
+
+def _draw_gains(axes: Any, places: Sequence[Result], epsilon: float) -> None:
+    """Draw a panel of `draw_answer`, with a line for each place."""
+    rows = {label: [_row(place, name, epsilon) for place in places] for name, label in SHOWN[1:]}
+    rows[OTHER] = [_row(place, _rival(place, epsilon), epsilon) for place in places]
+    styles = looks(rows)
+    for index, (label, own) in enumerate(rows.items()):
+        _dots(axes, own, label, styles[label], 0.12 * (index - 2))
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_title(f"ε {number(epsilon)}")
+    axes.set_xlabel("points over training alone")
 
 
 def _row(result: Result, method: str, epsilon: float) -> dict[str, Any]:
@@ -373,13 +398,15 @@ def _rival(result: Result, epsilon: float) -> str:
     return max(rivals, key=lambda name: (found.mean(name, epsilon)[0], name))
 
 
-def _dots(axes: Any, rows: Sequence[Mapping[str, Any]], label: str, index: int) -> None:
-    """Draw a dot with its interval for each place."""
-    style = plots.series(index) | {"linestyle": "none"}
+def _dots(
+    axes: Any, rows: Sequence[Mapping[str, Any]], label: str, look: Look, shift: float
+) -> None:
+    """Draw a dot with its interval for each place, shifted so that dots do not cover each other."""
+    style = look | {"linestyle": "none"}
     gains = 100 * np.array([row["difference"] for row in rows])
     low = gains - 100 * np.array([row["low"] for row in rows])
     high = 100 * np.array([row["high"] for row in rows]) - gains
-    heights = np.arange(len(rows)) + 0.12 * (index - 2)
+    heights = np.arange(len(rows)) + shift
     axes.errorbar(gains, heights, xerr=[low, high], label=label, **style)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-import scipy
 
 from jaxfl._validate import checked, probability
 from jaxfl.files import read, write_json
@@ -114,8 +113,7 @@ class Comparison(NamedTuple):
             mean = float(gains.mean())
             row: Row = {"method": method, "epsilon": epsilon, "difference": mean}
             if len(gains) > 1:
-                error = gains.std(ddof=1) / math.sqrt(len(gains))
-                half = float(scipy.stats.t.ppf((1 + confidence) / 2, len(gains) - 1) * error)
+                half = float(plots.interval(gains, confidence))
                 row |= {"low": mean - half, "high": mean + half}
             else:
                 row |= {"low": None, "high": None}
@@ -163,7 +161,9 @@ class Comparison(NamedTuple):
         return "\n".join(lines)
 
     def plot(self, path: str | os.PathLike) -> None:
-        """Draw the headline metric against epsilon, with methods without noise as lines.
+        """Draw the headline metric against epsilon, with the 95% interval of its mean over seeds.
+
+        Methods without noise are horizontal lines.
 
         Args:
             path: Path of the picture. Its suffix (png, pdf or svg) is the format.
@@ -172,13 +172,8 @@ class Comparison(NamedTuple):
 
     def figure(self) -> Any:
         """Return the picture of `plot` as a figure of matplotlib."""
-        means: dict[str, dict[float, tuple[float, float]]] = {}
-        for method, epsilon in self.cells:
-            found = self.mean(method, epsilon)
-            if not math.isnan(found[0]):
-                means.setdefault(method, {})[epsilon] = found
         sends = {row["method"] for row in self.rows if row["stated"] != 0}
-        return plots.comparison(means, self.headline, sends)
+        return plots.comparison(self.intervals(), self.headline, sends)
 
     def notes(self, method: str, epsilon: float) -> list[str]:
         """Return notes on dropped updates and missing runs, for readers of a method's mean."""
@@ -203,11 +198,20 @@ class Comparison(NamedTuple):
             found.append(f"{len(points)} point{'s' * (len(points) > 1)} {points[0]}")
         return found
 
-    def means(self) -> dict[str, dict[float, tuple[float, float]]]:
-        """Return mean and standard deviation over seeds, by method and epsilon."""
+    def intervals(self) -> dict[str, dict[float, tuple[float, float]]]:
+        """Return means over seeds with their 95% intervals, by method and epsilon.
+
+        Returns:
+            The mean of the headline metric, and half the width of its interval by Student's t. The
+            width is NaN for a single seed. Runs whose updates were all dropped are left out.
+        """
         found: dict[str, dict[float, tuple[float, float]]] = {}
         for method, epsilon in self.cells:
-            found.setdefault(method, {})[epsilon] = self.mean(method, epsilon)
+            values = self._values(method, epsilon)
+            mean = float(np.mean(values))
+            if not math.isnan(mean):
+                half = float(plots.interval(values))
+                found.setdefault(method, {})[epsilon] = mean, half
         return found
 
     def save(self, path: str | os.PathLike) -> None:

@@ -12,8 +12,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
+import scipy
 
 from jaxfl.files import replacing
+from jaxfl.run.looks import COLORS, SERIES, Look, looks, series
 
 Axes: TypeAlias = Any
 Figure: TypeAlias = Any
@@ -24,14 +26,6 @@ SINGLE = 3.5
 
 DOUBLE = 7.0
 """Width of two columns of a page, in inches."""
-
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
-"""Colours of Okabe and Ito, which colour-blind readers can distinguish."""
-
-_MARKERS = "osD^vPX*"
-_DASHES = ("-", "--", "-.", ":")
-_SERIES = len(COLORS)
-"""Largest number of curves in one panel."""
 
 _STYLE = {
     "font.size": 8,
@@ -61,6 +55,9 @@ _STYLE = {
 }
 """Settings of matplotlib for all pictures."""
 
+MEAN = ", mean and 95% interval"
+"""What the name of a metric is followed by on the axis of a picture over several seeds."""
+
 MISSING = "pictures need matplotlib: pip install 'jaxfl[plot]'"
 """Message of an error or a page if matplotlib is not installed."""
 
@@ -83,19 +80,6 @@ def style() -> Iterator[None]:
 
     with matplotlib.rc_context(_STYLE):
         yield
-
-
-def series(index: int) -> dict[str, Any]:
-    """Return colour, marker and line style of a curve.
-
-    The first eight have different colours and different markers, so that either distinguishes them.
-
-    >>> [series(index)["color"] for index in (0, 8)], [series(index)["marker"] for index in (0, 8)]
-    (['#0072B2', '#0072B2'], ['o', '^'])
-    """
-    turn, place = divmod(index, _SERIES)
-    marker = _MARKERS[(place + 3 * turn) % _SERIES]
-    return {"color": COLORS[place], "marker": marker, "linestyle": _DASHES[turn % len(_DASHES)]}
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -244,22 +228,40 @@ def _counts(axes: Axes, horizontal: str, vertical: str) -> None:
     legend_above(axes)
 
 
+def interval(values: Sequence[float] | np.ndarray, confidence: float = 0.95) -> np.ndarray:
+    """Return half the width of the interval of a mean over seeds, by Student's t.
+
+    Args:
+        values: Values `[S]` or `[S, R]` of S seeds. For a single seed the width is NaN.
+        confidence: Confidence of the interval.
+
+    >>> float(interval([0.0, 1.0, 2.0]).round(3))
+    2.484
+    """
+    values = np.asarray(values, float)
+    count = len(values)
+    if count < 2:
+        return np.full(values.shape[1:], math.nan)
+    error = values.std(0, ddof=1) / math.sqrt(count)
+    return scipy.stats.t.ppf((1 + confidence) / 2, count - 1) * error
+
+
 def comparison(
     found: Mapping[str, Mapping[float, tuple[float, float]]], headline: str, sends: Collection[str]
 ) -> Figure:
     """Return a figure of a metric against epsilon, with a curve for each method.
 
-    A curve has means, and bars of one standard deviation over seeds. A method without noise is a
+    A curve has means over seeds, and bars of their 95% intervals. A method without noise is a
     horizontal line, which is dotted if the method sends nothing. At most eight curves share a
     panel, and every panel has all lines. Labels follow the curves' order at their right end.
 
     Args:
-        found: Mean and standard deviation by epsilon, for each method.
+        found: Mean and half the width of its interval by epsilon, for each method.
         headline: Name of the metric.
         sends: Names of the methods that send something.
     """
     lines, noisy = _by_noise(found)
-    parts = [noisy[i : i + _SERIES] for i in range(0, len(noisy), _SERIES)] or [[]]
+    parts = [noisy[i : i + SERIES] for i in range(0, len(noisy), SERIES)] or [[]]
     columns = min(2, len(parts))
     rows = math.ceil(len(parts) / columns)
     with style():
@@ -269,22 +271,26 @@ def comparison(
         for axes in grid.ravel()[len(parts) :]:
             axes.set_axis_off()
         for axes, names in zip(grid.ravel(), parts, strict=False):
-            against_epsilon(axes, {name: found[name] for name in [*names, *lines]}, sends)
+            shown = {name: found[name] for name in [*names, *lines]}
+            against_epsilon(axes, shown, sends, looks(found))
             legend_beside(axes)
-        for axes in grid[:, 0]:
-            axes.set_ylabel(f"{headline}, mean ± std over seeds")
+        figure.supylabel(f"{headline}{MEAN}", fontsize="medium")
     return figure
 
 
 def against_epsilon(
-    axes: Axes, found: Mapping[str, Mapping[float, tuple[float, float]]], sends: Collection[str]
+    axes: Axes,
+    found: Mapping[str, Mapping[float, tuple[float, float]]],
+    sends: Collection[str],
+    styles: Mapping[str, Look],
 ) -> None:
     """Draw one panel of `comparison`, without its legend and the name of its metric.
 
     Args:
         axes: The panel.
-        found: Mean and standard deviation by epsilon, for each method.
+        found: Mean and half the width of its interval by epsilon, for each method.
         sends: Names of the methods that send something.
+        styles: The look of each method.
     """
     lines, noisy = _by_noise(found)
     epsilons = sorted({e for points in found.values() for e in points if math.isfinite(e)})
@@ -296,14 +302,20 @@ def against_epsilon(
         # Curves are shifted so that their bars do not cover each other.
         shift = 0.05 * (i - (len(noisy) - 1) / 2)
         horizontal = [places[e] + shift for e, _ in points]
-        mean, spread = zip(*(value for _, value in points), strict=True)
-        axes.errorbar(horizontal, mean, np.nan_to_num(spread), label=name, **series(i))
-    for i, name in enumerate(lines):
+        mean, half = zip(*(value for _, value in points), strict=True)
+        axes.errorbar(horizontal, mean, np.nan_to_num(half), label=name, **styles[name])
+    for name in lines:
         ((mean, _),) = found[name].values()
         dash = "--" if name in sends else ":"
-        axes.axhline(mean, color=str(0.25 + 0.15 * (i % 4)), linestyle=dash, label=name)
-    axes.set_xticks(list(places.values()), ["∞" if math.isinf(e) else f"{e:g}" for e in places])
-    axes.set(xlabel="ε", xlim=(-0.4, len(places) - 0.6))
+        axes.axhline(mean, color=styles[name]["color"], linestyle=dash, label=name)
+    _label_epsilons(axes, epsilons)
+    axes.set(xlabel="ε", xlim=(-0.4, len(epsilons) - 0.6))
+
+
+def _label_epsilons(axes: Axes, epsilons: Sequence[float]) -> None:
+    """Label the ticks of epsilons, which have equal distances."""
+    names = ["∞" if math.isinf(epsilon) else f"{epsilon:g}" for epsilon in epsilons]
+    axes.set_xticks(range(len(epsilons)), names)
 
 
 def _by_noise(found: Mapping[str, Mapping[float, Any]]) -> tuple[list[str], list[str]]:
@@ -313,23 +325,24 @@ def _by_noise(found: Mapping[str, Mapping[float, Any]]) -> tuple[list[str], list
 
 
 def by_round(
-    axes: Axes, rounds: Sequence[int | float], values: np.ndarray, label: str, index: int
+    axes: Axes, rounds: Sequence[int | float], values: np.ndarray, label: str, look: Look
 ) -> None:
     """Draw one method's curve by round.
 
     Args:
         axes: The panel.
         rounds: Numbers of R rounds.
-        values: Values `[S, R]` of S seeds. The curve is their mean, and a band reaches from the
-            least to the largest value.
+        values: Values `[S, R]` of S seeds. The curve is their mean, and a band is the 95% interval
+            of the mean. A single seed has no band.
         label: Name of the method in the legend.
-        index: Index of the curve's `series`.
+        look: Look of the method.
     """
-    look = series(index)
-    axes.plot(rounds, values.mean(0), label=label, markevery=_every(rounds), **look)
+    mean = values.mean(0)
+    axes.plot(rounds, mean, label=label, markevery=_every(rounds), **look)
     if len(values) > 1:
+        half = interval(values)
         axes.fill_between(
-            rounds, values.min(0), values.max(0), color=look["color"], alpha=0.15, linewidth=0
+            rounds, mean - half, mean + half, color=look["color"], alpha=0.15, linewidth=0
         )
     whole_rounds(axes)
 

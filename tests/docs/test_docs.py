@@ -19,6 +19,7 @@ PAGES = runpy.run_path(str(ROOT / "docs/_ext/methods.py"))["PAGES"]
 REFERENCE = "\n".join(path.read_text() for path in sorted((ROOT / "docs/reference").glob("*.md")))
 LISTED = re.findall(r"^\.\. auto(?:function|class|data):: jaxfl\.(\S+)$", REFERENCE, re.MULTILINE)
 PACKAGES = {"callbacks": callbacks, "data": data, "models": models, "privacy": privacy}
+RESULTS = [*sorted(ROOT.glob("experiments/*/README.md")), ROOT / "benchmarks/README.md"]
 DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
@@ -31,6 +32,7 @@ WRITTEN = [
     path
     for path in DOCUMENTS
     if path.parent.parent != ROOT / "docs" or path.stem not in MADE.get(path.parent.name, ())
+    if path.parent.parent != ROOT / "docs/reference"
 ]
 
 
@@ -67,6 +69,19 @@ def test_the_reference_has_nothing_else():
         "privacy.accounting.Epsilon",
     }  # taken or given
     assert set(LISTED) <= public() | of_those
+
+
+def test_pages_of_the_reference_have_different_names_in_every_file_system():
+    assert len({name.lower() for name in LISTED}) == len(LISTED)
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.parent.name)
+def test_a_page_of_results_begins_with_what_was_asked_and_found(path):
+    title, question, answer, *_ = path.read_text().split("\n\n")
+    assert title.startswith("# ")
+    assert re.fullmatch(r"\*\*Question\.\*\* [A-Z].*\?", question, re.DOTALL)
+    assert re.fullmatch(r"\*\*Answer\.\*\* [A-Z].*\.", answer, re.DOTALL)
+    assert len(re.findall(r"\.\s", f"{answer} ".replace("**Answer.**", ""))) <= 7
 
 
 def test_every_method_is_on_one_page():

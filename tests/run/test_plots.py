@@ -6,7 +6,10 @@ import matplotlib
 import numpy as np
 import pytest
 
+from jaxfl import algorithms
 from jaxfl.run import plots
+from jaxfl.run.comparison import Comparison
+from jaxfl.run.looks import METHODS, looks, series
 
 
 def rows(count, *, noisy=True, every=10):
@@ -137,13 +140,88 @@ def test_at_most_eight_curves_share_a_panel(count):
 
 
 def test_series_differ_in_more_than_colour():
-    looks = [plots.series(i) for i in range(32)]
-    assert len({(look["color"], look["marker"]) for look in looks}) == 32  # points have no line
+    made = [series(i) for i in range(32)]
+    assert len({(look["color"], look["marker"]) for look in made}) == 32  # points have no line
     assert (
-        len({look["marker"] for look in looks[:8]})
-        == len({look["color"] for look in looks[:8]})
-        == 8
+        len({look["marker"] for look in made[:8]}) == len({look["color"] for look in made[:8]}) == 8
     )
+
+
+def pair(look):
+    return look["color"], look["marker"]
+
+
+def test_every_builder_has_a_look_of_its_own():
+    assert sorted(METHODS) == sorted(algorithms.__all__)
+    assert len({pair(look) for look in looks(METHODS).values()}) == len(METHODS)
+    assert all(looks([name])[name] == look for name, look in looks(METHODS).items())
+
+
+@pytest.mark.parametrize(
+    ("name", "builder"),
+    [
+        ("DP-FedAvg-fb", "dp_fedavg_fb"),
+        ("local only", "local_only"),
+        ("trained alone", "local_only"),
+        ("recipe", "dp_fedavg_mixed"),
+        ("DP-FedAvg, corrected", "prior_corrected"),
+        ("linear IFCA, fine-tuned and corrected", "ifca"),
+        ("DP-pFedDSU as printed", "dp_pfeddsu_paper"),
+    ],
+)
+def test_a_method_has_one_look_in_every_picture(name, builder):
+    others = ["mine", "FedAvg", "case 1", "SCAFFOLD"]
+    for names in ([name], [name, *others], [*others, name]):
+        assert looks(names)[name] == looks([builder])[builder]
+        assert list(looks(names)) == names
+
+
+def test_other_curves_have_looks_that_are_left():
+    names = [f"case {i}" for i in range(7)]
+    found = looks([*names[:3], "DP-FedAvg", *names[3:]])
+    assert len({look["color"] for look in found.values()}) == 8
+    assert looks(names) == {name: series(i) for i, name in enumerate(names)}
+    # A variant leaves the look to its method, and a picture of many curves never ends in an error.
+    both = looks(["linear IFCA", "IFCA"])
+    assert both["IFCA"] == looks(["ifca"])["ifca"] != both["linear IFCA"]
+    assert len({pair(look) for look in looks(map(str, range(64))).values()}) == 64
+    assert len(looks(map(str, range(100)))) == 100
+
+
+def test_bands_are_t_intervals_of_the_mean():
+    # Four seeds: t(0.975, 3) is 3.1824, and the standard error is the deviation over 2.
+    values = np.array([[0.1, 0.5], [0.2, 0.5], [0.4, 0.5], [0.5, 0.5]])
+    half = 3.182446 * math.sqrt((0.04 + 0.01 + 0.01 + 0.04) / 3) / 2
+    assert plots.interval(values) == pytest.approx([half, 0.0], rel=1e-6)
+    assert plots.interval(values[:, 0], 0.5) == pytest.approx(half * 0.764892 / 3.182446, rel=1e-5)
+    assert np.isnan(plots.interval([0.3]))
+
+    def draw(axes):
+        plots.by_round(axes, [1, 2], values, "m", series(0))
+
+    (band,) = plots.alone(draw).axes[0].collections
+    corners = band.get_paths()[0].vertices
+    assert corners[corners[:, 0] == 1][:, 1].min() == pytest.approx(0.3 - half, abs=1e-6)
+    assert corners[corners[:, 0] == 1][:, 1].max() == pytest.approx(0.3 + half, abs=1e-6)
+
+
+def test_a_comparison_has_intervals_of_its_seeds():
+    rows = [
+        {"method": "DP-FedAvg", "epsilon": 1.0, "seed": seed, "stated": 1.0, "accuracy": score}
+        for seed, score in enumerate([0.1, 0.2, 0.4, 0.5])
+    ]
+    rows += [{"method": "one seed", "epsilon": 1.0, "seed": 0, "stated": 1.0, "accuracy": 0.3}]
+    made = Comparison(rows, [], "accuracy", False, "")
+    half = 3.182446 * math.sqrt(0.1 / 3) / 2
+    (mean, width) = made.intervals()["DP-FedAvg"][1.0]
+    assert (mean, width) == pytest.approx((0.3, half), rel=1e-6)
+    assert math.isnan(made.intervals()["one seed"][1.0][1])
+    (axes,) = (figure := made.figure()).axes
+    assert figure.get_supylabel() == "accuracy, mean and 95% interval"
+    ends = sorted(
+        y for bar in axes.containers[0][2] for part in bar.get_segments() for _, y in part
+    )
+    assert ends == pytest.approx([0.3 - half, 0.3 + half], abs=1e-6)
 
 
 def test_matplotlib_keeps_the_users_settings(tmp_path):

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
+from jax import Array
 from jax.extend import core
 from jaxtyping import Shaped
 
@@ -32,7 +33,7 @@ def tables_of(program: core.ClosedJaxpr) -> list[int]:
     return tables
 
 
-def check_table_rows(name: str, model: Model, inputs: Shaped[np.ndarray, "D ..."]) -> None:
+def check_table_rows(name: str, model: Model, inputs: Shaped[Array | np.ndarray, "D ..."]) -> None:
     """Require inputs that index a model's table to be whole numbers that lie in the table.
 
     Args:

@@ -1,5 +1,7 @@
 """Scores of the global model on a test set that the server has."""
 
+from typing import Any
+
 import jax
 import numpy as np
 from jax import Array
@@ -55,7 +57,6 @@ def by_global_model(algorithm: Algorithm, needed: str) -> Algorithm:
     """
 
     def personalize(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> Params:
-        del key, client, data
         return shared_params(algorithm, server, needed)
 
     return algorithm._replace(personalize=personalize)
@@ -97,7 +98,8 @@ class Central:
         needed = "central must be None for"
         self.client = central_client("central", data)
         shared_params(first, check_examples("central", first, self.client), needed)
-        scored = first_made(scored_by_global_model(method, needed))
+        scored_method: Any = scored_by_global_model(method, needed)
+        scored = first_made(scored_method)
         self.population = on_one_device(scored, self.client, devices)
         bare = described(self.population)
         self._program = cached_program(
@@ -113,6 +115,7 @@ class Central:
             key: Any key, or one for each point. The program draws nothing.
             server: State of the server, which may lie on other devices.
         """
+        # The run may use several devices, and the server's state lies on all of them.
         here = everywhere(self.population.mesh, jax.device_get(server))
         found = jax.device_get(self._program(1)(key, here, States.of(())))
         return jax.tree.map(lambda leaf: leaf[..., 0], found)

@@ -276,18 +276,18 @@ class Journal:
                 f"{remedy([self.algorithm], self.clients)}"
             )
 
-    def evaluated(self, index: int, scores: PerClient, central: PerClient) -> None:
+    def evaluated(self, index: int, scores: PerClient, central: PerClient | None = None) -> None:
         """Add the scores of the evaluation with this index, and write its row of metrics.
 
         Args:
             index: Index of the evaluation.
             scores: Scores [C] of all clients.
-            central: Scores of the global model on the central test set. Empty without such a set.
+            central: Scores of the global model on the central test set, if there is one.
         """
         for name, all_ in self.recorded.scores.items():
             all_[index] = scores[name]
-        for name, all_ in self.recorded.central.items():
-            all_[index] = central[name]
+        for name, value in (central or {}).items():
+            self.recorded.central[name][index] = value
         self.metrics.append(self._row(index))
         if self.folder is not None:
             self._keep(self.folder / report.METRICS)

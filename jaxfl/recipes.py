@@ -33,6 +33,7 @@ def with_recipe(build: Callable[_P, _T]) -> Callable[_P, _T]:
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         value: Any = build(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
+        # Defaults may change in a later version.
         bound.apply_defaults()
         recipe = Recipe(build.__name__, dict(bound.arguments), value.functions)
         if dataclasses.is_dataclass(value):

@@ -67,6 +67,7 @@ def save_models(path: pathlib.Path, models: Sequence[TrainedModel], about: dict[
     Raises:
         ValueError: The path belongs to something else. It stays unchanged.
     """
+    # Replacing a file of another program would lose the user's work.
     if kind(path) is not None:
         _check_ours(path)
     first = models[0]
@@ -251,17 +252,21 @@ def _of_names(path: pathlib.Path, network: Model, part: str, like: Tree, arrays:
 
     def array_of(place: tuple[Any, ...], leaf: Any) -> jax.Array:
         name = _array_name(part, place)
-        wanted = f"{leaf.dtype}{tuple(leaf.shape)}"
-        found = arrays.get(name)
-        given = "none" if found is None else f"{found.dtype}{found.shape}"
-        if found is None or given != wanted:
+        wanted = _described_array(leaf)
+        found = _described_array(arrays.get(name))
+        if found != wanted:
             raise ValueError(
                 f"model must fit {str(path)!r}, got model={network.name!r} whose {name} is "
-                f"{wanted}, and the file has {given}. Give the network that was saved."
+                f"{wanted}, and the file has {found}. Give the network that was saved."
             )
-        return jnp.asarray(found)
+        return jnp.asarray(arrays[name])
 
     return jax.tree.map_with_path(array_of, like)
+
+
+def _described_array(array: Any) -> str:
+    """Return dtype and shape of an array as text."""
+    return "none" if array is None else f"{array.dtype}{tuple(array.shape)}"
 
 
 def _network_recipe(network: Model, params: Params, arrays: Arrays) -> dict[str, Any] | None:
@@ -317,6 +322,7 @@ def _network(path: pathlib.Path, content: dict[str, Any], arrays: Arrays) -> Mod
             )
     try:
         arguments = dict(task["arguments"])
+        # The file may come from anybody, so that its names and arguments are checked like a user's.
         chosen = _TASKS[task["builder"]](*arguments.pop("metrics"), **arguments)
         return _built(recipe, arrays)._replace(task=chosen)
     except (LookupError, TypeError, ValueError, RecursionError) as error:

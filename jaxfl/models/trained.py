@@ -20,7 +20,8 @@ _BATCH = 256
 """Number of examples that one call of the compiled network computes."""
 
 
-@dataclasses.dataclass(frozen=True)
+# Comparing arrays gives arrays, so models are equal only to themselves.
+@dataclasses.dataclass(frozen=True, eq=False)
 class TrainedModel:
     """A network with its trained weights. `model(inputs)` returns the outputs.
 
@@ -91,19 +92,17 @@ class TrainedModel:
             params: Weights like `params`.
             inputs: Examples, as in a call, all in one batch.
         """
-        with given(self.model.frozen, self.frozen):
+        return self._forward(params, self.frozen, inputs)
+
+    def _forward(self, params: Params, frozen: Tree, inputs: Array) -> Array:
+        """Return the outputs of one batch by any weights."""
+        with given(self.model.frozen, frozen):
             return self.model.apply(params, self.model.prepare(inputs))
 
     @functools.cached_property
     def _outputs(self) -> Callable[[Params, Tree, Array], Array]:
         """The compiled network, with frozen weights as an argument."""
-        model = self.model
-
-        def outputs(params: Params, frozen: Tree, inputs: Array) -> Array:
-            with given(model.frozen, frozen):
-                return model.apply(params, model.prepare(inputs))
-
-        return jax.jit(outputs)
+        return jax.jit(self._forward)
 
     @functools.cached_property
     def _predictions(self) -> Callable[[Params, Tree, Array], Array]:
@@ -117,25 +116,33 @@ class TrainedModel:
     ) -> np.ndarray:
         """Return the results of a program, which always gets batches of one size."""
         examples = self._checked_inputs(inputs)
-        batches = max(1, -(-len(examples) // _BATCH))
-        results = []
+        # No examples are one batch of padding, which has the shape of the results.
+        starts = range(0, max(1, len(examples)), _BATCH)
+        parts = [examples[start : start + _BATCH] for start in starts]
         # Results do not depend on the caller's flags, as in a run.
         with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
-            for batch in range(batches):
-                part = examples[batch * _BATCH : (batch + 1) * _BATCH]
-                padded = np.zeros((_BATCH, *examples.shape[1:]), examples.dtype)
-                padded[: len(part)] = part
-                found = program(self.params, self.frozen, jnp.asarray(padded))
-                results.append(np.asarray(found)[: len(part)])
+            results = [self._of_part(program, part) for part in parts]
         return np.concatenate(results)
 
+    def _of_part(self, program: Callable[[Params, Tree, Array], Array], part: np.ndarray) -> Any:
+        """Return the results of at most one batch, which is padded with zeros."""
+        padded = np.zeros((_BATCH, *part.shape[1:]), part.dtype)
+        padded[: len(part)] = part
+        found = program(self.params, self.frozen, jnp.asarray(padded))
+        return np.asarray(found)[: len(part)]
+
     def _checked_inputs(self, inputs: Any) -> np.ndarray:
+        """Return examples that the network takes."""
         examples = check_inputs("inputs", inputs)
-        shape = self.model.input_shape
-        if shape is not None and examples.shape[1:] != shape:
-            raise ValueError(
-                f"inputs must be examples [B, {', '.join(map(str, shape))}], got shape "
-                f"{examples.shape}. Give a batch, for instance inputs[None] for one example."
-            )
+        _check_input_shape(self.model.input_shape, examples.shape)
         check_table_rows("inputs", self.model, examples)
         return examples
+
+
+def _check_input_shape(wanted: tuple[int, ...] | None, shape: tuple[int, ...]) -> None:
+    """Require a batch of examples of a shape. None stands for any shape."""
+    if wanted is not None and shape[1:] != wanted:
+        raise ValueError(
+            f"inputs must be examples [B, {', '.join(map(str, wanted))}], got shape {shape}. "
+            "Give a batch, for instance inputs[None] for one example."
+        )

@@ -57,7 +57,6 @@ def by_global_model(algorithm: Algorithm, needed: str) -> Algorithm:
     """
 
     def personalize(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> Params:
-        del key, client, data
         return shared_params(algorithm, server, needed)
 
     return algorithm._replace(personalize=personalize)
@@ -99,9 +98,8 @@ class Central:
         needed = "central must be None for"
         self.client = central_client("central", data)
         shared_params(first, check_examples("central", first, self.client), needed)
-        by_global: Any = scored_by_global_model(method, needed)
-        # Equal methods share one program.
-        scored = first_made(by_global)
+        scored_method: Any = scored_by_global_model(method, needed)
+        scored = first_made(scored_method)
         self.population = on_one_device(scored, self.client, devices)
         bare = described(self.population)
         self._program = cached_program(
@@ -117,6 +115,7 @@ class Central:
             key: Any key, or one for each point. The program draws nothing.
             server: State of the server, which may lie on other devices.
         """
+        # The run may use several devices, and the server's state lies on all of them.
         here = everywhere(self.population.mesh, jax.device_get(server))
         found = jax.device_get(self._program(1)(key, here, States.of(())))
         return jax.tree.map(lambda leaf: leaf[..., 0], found)

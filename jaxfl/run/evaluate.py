@@ -129,6 +129,9 @@ def evaluate(
     >>> bool(abs(central["accuracy"] - right.mean()) < 1e-6)
     True
     """
+    # `checked` has replaced a seed by its key, and four arrays by a dataset.
+    assert isinstance(key, Array | None)
+    assert isinstance(clients, Clients | Dataset)
     tested = clients if isinstance(clients, Clients) else central_client("clients", clients)
     if isinstance(server, TrainedModel):
         evaluation = _of_model(server, tested)

@@ -64,12 +64,7 @@ class BestModels:
 
     def blank(self) -> list[Best]:
         """Return arrays of the shapes of `kept`, for runs that have no score yet."""
-
-        def empty(states: tuple[Tree, Tree]) -> Best:
-            server, own = jax.tree.map(lambda leaf: np.zeros_like(np.asarray(leaf)), states)
-            return Best(np.full(1, -np.inf, np.float32), np.zeros(1, np.int32), server, own)
-
-        return [empty(states) for states in self._first]
+        return [_without_score(server, states) for server, states in self._first]
 
     def better(self, rows: Sequence[dict[str, Any]]) -> list[int]:
         """Return the indices of the runs whose newest row has a better score than any before."""
@@ -78,21 +73,29 @@ class BestModels:
 
     def keep(self, index: int, row: dict[str, Any], server: Tree, states: Tree) -> None:
         """Keep the states of a run after the evaluation of its newest row."""
-        score = np.full(1, self._score(row), np.float32)
-        self.kept[index] = Best(score, np.full(1, row["round"], np.int32), server, states)
+        score = np.array([self._score(row)], np.float32)
+        self.kept[index] = Best(score, np.array([row["round"]], np.int32), server, states)
 
     def snapshots(self) -> list[Snapshot | None]:
         """Return each run's best states, or None if no score was known."""
-        return [
-            Snapshot(best.server, best.states, int(best.round[0]), chosen=True)
-            if best.round[0]
-            else None
-            for best in self.kept
-        ]
+        return [_as_snapshot(best) for best in self.kept]
 
     def _score(self, row: dict[str, Any]) -> float:
         """Return a row's score, in single precision as checkpoints hold it."""
         score = row[self.headline]
         if math.isnan(score):
             score = row.get(f"central_{self.headline}", math.nan)
+        # A resumed run must compare the same numbers as a run that was never stopped.
         return float(np.float32(-score if self.lower_is_better else score))
+
+
+def _without_score(server: Tree, states: Tree) -> Best:
+    """Return arrays of the shapes of some states, for a run without a score."""
+    zeros = jax.tree.map(lambda leaf: np.zeros_like(np.asarray(leaf)), (server, states))
+    return Best(np.full(1, -np.inf, np.float32), np.zeros(1, np.int32), *zeros)
+
+
+def _as_snapshot(best: Best) -> Snapshot | None:
+    """Return the best states, or None if no score was known."""
+    rounds = int(best.round[0])
+    return Snapshot(best.server, best.states, rounds, chosen=True) if rounds else None

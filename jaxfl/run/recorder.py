@@ -286,8 +286,8 @@ class Journal:
         """
         for name, all_ in self.recorded.scores.items():
             all_[index] = scores[name]
-        for name, score in (central or {}).items():
-            self.recorded.central[name][index] = score
+        for name, value in (central or {}).items():
+            self.recorded.central[name][index] = value
         self.metrics.append(self._row(index))
         if self.folder is not None:
             self._keep(self.folder / report.METRICS)

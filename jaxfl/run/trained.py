@@ -129,6 +129,7 @@ def global_model(origin: Origin, made: Snapshot, statement: dict[str, Any]) -> T
     """
     needed = "client must be a client's number for"
     params = shared_params(origin.algorithm, made.server, needed)
+    # Epsilons by client would reveal how often each of them took part.
     about = _about(origin, made, None)
     about["privacy"] = _covered(origin.algorithm.model, statement)
     if made.chosen:
@@ -153,9 +154,9 @@ def personal_model(origin: Origin, made: Snapshot, client: Any) -> TrainedModel:
 
 
 def _model(origin: Origin, params: Params, about: dict[str, Any]) -> TrainedModel:
-    model = origin.algorithm.model
-    here = jax.tree.map(jnp.asarray, jax.device_get((params, model.frozen)))
-    return TrainedModel(model, here[0], here[1], about)
+    """Return a model whose weights lie on the default device, wherever the run had them."""
+    here = jax.tree.map(jnp.asarray, jax.device_get(params))
+    return TrainedModel(origin.algorithm.model, here, about=about)
 
 
 def _about(origin: Origin, made: Snapshot, client: int | None) -> dict[str, Any]:

@@ -64,6 +64,7 @@ def test_the_reference_has_every_public_name_once():
 def test_the_reference_has_nothing_else():
     of_those = {
         "types.Lists",
+        "run.simulate.MoreOptions",
         "run.simulate.RunOptions",
         "privacy.planning.Plan",
         "privacy.accounting.Epsilon",

@@ -1,5 +1,7 @@
 """Trained models: the weights that they have, what they predict, and who may have them."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import optax
@@ -91,7 +93,8 @@ def test_all_clients_share_one_program(monkeypatch):
     for client in (0, 1, 2):
         result.model(client)
     (program,) = made
-    assert program.func._cache_size() == 1
+    compiled: Any = program.func
+    assert compiled._cache_size() == 1
 
 
 def starts(result):

@@ -96,6 +96,9 @@ NO_LABELS = [
     [1j],
     [True, False],
 ]
+NO_OWNERS = [
+    None, 3, "012", [0.5, 1.0], [[0], [1]], {}, object(), [NAN, 1.0], [1j], [True, False], ["a", 1], [None, "a"], [b"a"],
+]  # fmt: skip
 MORE_LABELS = [[], np.zeros(0, int), range(0)]
 NO_TARGETS = [
     None,
@@ -108,12 +111,11 @@ NO_TARGETS = [
     [NAN, 1.0],
     [[INF], [1.0]],
     [1j],
-    [True, False],
     [[], []],
 ]
 NO_INPUTS = [
     None, 3, "x", {}, object(), [["a"]], np.zeros(4), np.full((4, 2), NAN), np.full((4, 2), INF), np.zeros((4, 0, 2)),
-    np.full((4, 2), 2**40), np.zeros((4, 2), complex), np.zeros((4, 2), bool), np.full((4, 2), 1e300), [[1, 2], [3]],
+    np.full((4, 2), 2**40), np.zeros((4, 2), complex), np.full((4, 2), 1e300), [[1, 2], [3]],
 ]  # fmt: skip
 NO_NUMBER_LISTS = [
     None,
@@ -205,7 +207,17 @@ BAD: dict[str, list[Any]] = {
     "some labels": [*NO_LABELS, *MORE_LABELS],
     "targets": NO_TARGETS,
     "some targets": [*NO_TARGETS, *MORE_LABELS],
-    "class labels": [*NO_LABELS, [0, 1, 0, 2**31 - 1], [0, 1, 0, 2**24]],
+    "owners": NO_OWNERS,
+    "some owners": [*NO_OWNERS, *MORE_LABELS],
+    "frame": [*NO_CLASSES, {"a": 3}, {"a": "x"}, {3: [1]}, {"a": [1], "b": [1, 2]}, {"a": []}],
+    "test frame": [
+        "x", object(), {}, [], print, 0.0, 1.0, 2, -0.5, NAN, {"a": 3}, {"a": [1], "b": [1, 2]}, {"a": [1]},
+    ],
+    "column": [3, 0.5, {}, object(), [], "none"],
+    "columns of inputs": [3, "age", [], [3], ["none"], {}, object()],
+    "bounds": [3, "age", ["age"], {"age": 3}, {"age": (1, 0)}, {"age": (0, INF)}, {3: (0, 1)}, object()],
+    "categories": [3, "age", ["age"], {"age": 3}, {"age": []}, {"age": [1, 1]}, {3: [0]}, object()],
+    "class labels": [*[value for value in NO_LABELS if value != [True, False]], [0, 1, 0, 2**31 - 1], [0, 1, 0, 2**24]],
     "some rows": [*NO_LIST, [], np.zeros((0, 2), int), [[-1], [1]], [[0.5], [1]], [["a"], [1]], [[0], [99]]],
     "inputs": NO_INPUTS,
     "rows": [*NO_LIST, [[-1], [1]], [[0.5], [1]], [["a"], [1]], [[0], [99]], [[[0]], [1]], [None, [1]]],
@@ -288,10 +300,29 @@ GOOD: dict[str, list[Any]] = {
     "shape": [[32, 32, 3], np.array([32, 32, 3]), (np.int64(32), 32, 3)],
     "widths": [[np.int64(4)], np.array([4, 4]), ()],
     "labels": [[0, 1, 0, 1], np.array([0, 1, 0, 1], np.uint8), jnp.array([0, 1, 0, 1])],
-    "targets": [[0, 1, 0, 1], [0.5, 1.0, -1.0, 0.0], jnp.array([[0.0], [1.0], [2.0], [-3.0]])],
+    "owners": [
+        [2**40, -1, 2**63, 0],
+        np.array([1, 2**63, 0, 0], np.uint64),
+    ],
+    "targets": [
+        [0, 1, 0, 1],
+        [True, False, True, True],
+        [0.5, 1.0, -1.0, 0.0],
+        jnp.array([[0.0], [1.0], [2.0], [-3.0]]),
+    ],
     "inputs": [
         np.zeros((4, 2), dtype)
-        for dtype in ("int8", "uint8", "int16", "uint16", "int32", "int64", "uint32", "float16")
+        for dtype in (
+            "bool",
+            "int8",
+            "uint8",
+            "int16",
+            "uint16",
+            "int32",
+            "int64",
+            "uint32",
+            "float16",
+        )
     ],
     "flag": [np.bool_(False), np.array(False)],
     "choice": [],
@@ -300,6 +331,7 @@ GOOD: dict[str, list[Any]] = {
 
 LABELS, INPUTS = np.array([0, 1, 0, 1]), np.zeros((4, 2), np.float32)
 LISTS = [[0, 1], [2, 3]]
+FRAME = {"age": [41.0, None, 60.0, 30.0], "ward": ["x", "y", "y", ""], "sick": [0, 1, 1, 0]}
 PICTURES = of_pictures(np.zeros((4, 2, 2), np.uint8))
 MEANS = data.Encoder("means", "1", 3, dict, lambda weights, x: x.mean((1, 2)))
 CLIENTS = small_clients()
@@ -534,7 +566,12 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "from_arrays": (data.from_arrays, {
         "train_inputs": (INPUTS, "inputs"), "train_labels": (LABELS, "class labels"), "test_inputs": (INPUTS, "inputs"),
         "test_labels": (LABELS, "class labels"), "classes": (None, "count?"), "name": ("mine", "text"),
-        "owner": (None, "labels?"), "test_owner": (None, "labels?"),
+        "owner": (None, "owners?"), "test_owner": (None, "owners?"),
+    }),
+    "from_frame": (data.from_frame, {
+        "frame": (FRAME, "frame"), "label": ("sick", "column"), "owner": (None, "column?"),
+        "inputs": (None, "columns of inputs?"), "test": (None, "test frame?"), "seed": (0, "count from 0"),
+        "bounds": (None, "bounds?"), "categories": (None, "categories?"), "name": ("mine", "text"),
     }),
     "features": (data.features, {
         "data": (PICTURES, "pictures"), "encoder": (MEANS, "encoder"), "size": (2, "count"),
@@ -544,11 +581,11 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "minilm_tokens": (data.minilm_tokens, {"texts": ([], "texts"), "length": (8, "fold count")}),
     "efficientnet_lite0": (data.efficientnet_lite0, {"width": (None, "count?")}),
     "by_owner": (data.by_owner, {
-        "owner": (LABELS, "some labels"), "test_owner": (None, "labels?"), "least": (1, "count"),
+        "owner": (LABELS, "some owners"), "test_owner": (LABELS, "owners?"), "least": (1, "count"),
     }),
     "make_clients": (data.make_clients, {
         "data": ((INPUTS, LABELS, INPUTS, LABELS), "data"), "train_lists": (LISTS, "rows"),
-        "test_lists": (LISTS, "rows"),
+        "test_lists": (LISTS, "rows?"),
     }),
     "shard": (data.shard, {"clients": (FEW, "clients"), "shards": (1, "count"), "own": (None, "shards?")}),
     "hold_out": (data.hold_out, {

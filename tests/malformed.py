@@ -634,7 +634,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "resnet20": (models.resnet20, IMAGES | FORM | {"groups": (2, "count")}),
     "digits_cnn": (models.digits_cnn, IMAGES | FORM),
     "feddpa_cnn": (models.feddpa_cnn, FORM | {"dataset": ("mnist", "dataset"), "classes": (None, "count?")}),
-    "build": (models.build, IMAGES | {"name": ("mlp", "choice")}),
+    "build": (models.build, IMAGES | {"input_shape": ((8, 8, 1), "shape or vector"), "name": ("mlp", "choice")}),
     "from_flax": (models.from_flax, {
         "module": (nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(10)]), "module"),
         "input_shape": ((8, 8, 1), "any shape"), "head": (None, "head?"), "name": (None, "text?"),

@@ -36,7 +36,8 @@ _GENERATOR = "threefry2x32"
 _REMEDIES = {
     "Model": "a model, for instance jaxfl.models.lenet()",
     "GradientTransformation": "an optimizer of optax, for instance optax.sgd(0.1)",
-    "LocalSGD": "a jaxfl.LocalSGD(optimizer), or in the FedAvg family a jaxfl.privacy.DPSGD",
+    "LocalSGD": "a jaxfl.LocalSGD(optimizer). The `local` of the FedAvg family also takes a "
+    "jaxfl.privacy.DPSGD, and so does that of mr_mtl, which trains personal models by it",
     "DPSGD": "a jaxfl.privacy.DPSGD",
     "Sampling": "Poisson(rate), FixedSize(size) or Full() of jaxfl.privacy",
     "Mechanism": "a jaxfl.privacy.Mechanism",

@@ -207,6 +207,7 @@ BAD: dict[str, list[Any]] = {
     "some labels": [*NO_LABELS, *MORE_LABELS],
     "targets": NO_TARGETS,
     "some targets": [*NO_TARGETS, *MORE_LABELS],
+    "rates": ["1", None, True, {}, 1j, object(), NAN, 0.0, -0.5, 1.5, INF, [], [0.0], [1.5], [NAN], [[0.5]], ["a"]],
     "owners": NO_OWNERS,
     "some owners": [*NO_OWNERS, *MORE_LABELS],
     "frame": [*NO_CLASSES, {"a": 3}, {"a": "x"}, {3: [1]}, {"a": [1], "b": [1, 2]}, {"a": []}],
@@ -663,7 +664,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "MinSeparation": (privacy.MinSeparation, {"size": (2, "count"), "separation": (2, "count")}),
     "BallsInBins": (privacy.BallsInBins, {"bins": (2, "count")}),
     "DPSGD": (DPSGD, {
-        "clip": (1.0, "positive"), "noise_multiplier": (1.0, "noise"), "rate": (0.5, "fraction"), "steps": (1, "count"),
+        "clip": (1.0, "positive"), "noise_multiplier": (1.0, "noise"), "rate": (0.5, "rates"), "steps": (1, "count"),
         "optimizer": (optax.sgd(0.1), "optimizer"), "chunk": (None, "count?"), "decay": (None, "function?"),
     }),
     "Mechanism": (Mechanism, NOISED),

@@ -158,7 +158,7 @@ def test_areas_of_more_examples_than_are_kept_are_near():
 
 def test_class_weights_are_factors_of_the_loss():
     outputs, labels = RNG.normal(size=(20, 3)).astype(np.float32), RNG.integers(0, 3, 20)
-    weights = np.array([1.0, 2.0, 5.0])
+    weights: Any = np.array([1.0, 2.0, 5.0])
     plain, weighted = tasks.classification(), tasks.classification(class_weights=weights)
     given = jnp.asarray(outputs), jnp.asarray(labels)
     np.testing.assert_allclose(
@@ -201,13 +201,16 @@ def test_intervals_have_the_true_area_as_often_as_they_say():
         (lambda: tasks.classification(exact=0), "exact must be a whole number from 1 to 65535, got 0"),
         (lambda: tasks.multi_label(exact=70_000), "exact must be .* got 70000"),
         (lambda: tasks.classification(class_weights=(1, 0)), "class_weights must be .* above 0"),
-        (lambda: tasks.classification(class_weights="ab"), "class_weights must be .* got 'ab'"),
+        (lambda: tasks.classification(class_weights=BAD), "class_weights must be .* got 'ab'"),
         (lambda: tasks.auc_interval(0.5, 1, 1, level=1), r"level must be in \(0, 1\), got 1"),
     ],
 )  # fmt: skip
 def test_numbers_of_a_task_are_checked(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+BAD: Any = "ab"
 
 
 class Tokens(nn.Module):

@@ -215,6 +215,10 @@ BAD: dict[str, list[Any]] = {
         "x", object(), {}, [], print, 0.0, 1.0, 2, -0.5, NAN, {"a": 3}, {"a": [1], "b": [1, 2]}, {"a": [1]},
     ],
     "column": [3, 0.5, {}, object(), [], "none"],
+    "token lists": [None, 3, "01", {}, object(), [], [[0.5]] * 4, [[-1]] * 4, [["a"]] * 4, [[[1]]] * 4, [[1, 2]] * 3],
+    "vocabulary": [3, 0.5, {}, object(), [], [1], ["a", "a"], ""],
+    "stored": [*NO_CLASSES, {"train": 3}],
+    "name of a column": [3, 0.5, {}, object(), [], "none", None],
     "columns of inputs": [3, "age", [], [3], ["none"], {}, object()],
     "bounds": [3, "age", ["age"], {"age": 3}, {"age": (1, 0)}, {"age": (0, INF)}, {3: (0, 1)}, object()],
     "categories": [3, "age", ["age"], {"age": 3}, {"age": []}, {"age": [1, 1]}, {3: [0]}, object()],
@@ -333,6 +337,15 @@ GOOD: dict[str, list[Any]] = {
 LABELS, INPUTS = np.array([0, 1, 0, 1]), np.zeros((4, 2), np.float32)
 LISTS = [[0, 1], [2, 3]]
 FRAME = {"age": [41.0, None, 60.0, 30.0], "ward": ["x", "y", "y", ""], "sick": [0, 1, 1, 0]}
+LEAF = tempfile.mkdtemp()
+pathlib.Path(LEAF, "all.json").write_text('{"user_data": {"a": {"x": [[0.5]], "y": [0]}}}')
+
+
+class _Stored(dict):
+    column_names = property(list)
+
+
+STORED = _Stored(who=[1, 2], x=[[0.5], [1.0]], y=[0, 1])
 PICTURES = of_pictures(np.zeros((4, 2, 2), np.uint8))
 MEANS = data.Encoder("means", "1", 3, dict, lambda weights, x: x.mean((1, 2)))
 CLIENTS = small_clients()
@@ -574,6 +587,15 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
         "inputs": (None, "columns of inputs?"), "test": (None, "test frame?"), "seed": (0, "count from 0"),
         "bounds": (None, "bounds?"), "categories": (None, "categories?"), "name": ("mine", "text"),
     }),
+    "from_lists": (data.from_lists, {
+        "users": (LABELS, "some owners"), "tokens": ([[1, 2]] * 4, "token lists"), "length": (2, "count"),
+        "labels": (None, "targets?"), "vocabulary": (None, "vocabulary?"), "most": (None, "count?"), "name": ("mine", "text"),
+    }),
+    "from_leaf": (data.from_leaf, {"folder": (LEAF, "path")}),
+    "from_huggingface": (data.from_huggingface, {
+        "dataset": ({"train": STORED}, "stored"), "owner": ("who", "name of a column"), "input": ("x", "name of a column"),
+        "label": ("y", "name of a column"), "train": ("train", "name of a column"), "test": ("test", "text"),
+    }),
     "features": (data.features, {
         "data": (PICTURES, "pictures"), "encoder": (MEANS, "encoder"), "size": (2, "count"),
         "batch_size": (2, "count"), "progress": (False, "flag"),
@@ -625,6 +647,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "flip_labels": (data.flip_labels, {
         "labels": (LABELS, "some labels"), "rows": ([0], "own rows"), "classes": (2, "count"),
     }),
+    "minilm_classifier": (models.minilm_classifier, {"classes": (2, "count"), "length": (8, "count")}),
     "mlp": (models.mlp, IMAGES | {
         "input_shape": ((8, 8, 1), "shape or vector"), "hidden": ((4,), "widths"),
     }),

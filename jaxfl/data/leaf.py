@@ -89,6 +89,7 @@ def _read_split(folder: Path) -> _Split:
 
 def _users(file: Path) -> dict[str, Any]:
     """Return the examples of a file's users."""
+    users: Any = {}
     try:
         with file.open(encoding="utf-8") as opened:
             users = json.load(opened)["user_data"]

@@ -1,6 +1,7 @@
 """Files in LEAF's format, and datasets of the package `datasets`."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ def test_femnist_becomes_pictures_with_writers(tmp_path):
     write(tmp_path / "train", {"f0_1": {"x": [pixels.tolist()] * 2, "y": [3, 61]}})
     write(tmp_path / "train", {"f0_2": {"x": [[1.0] * 784], "y": [0]}}, "all_data_1.json")
     write(tmp_path / "test", {"f0_2": {"x": [[0.0] * 784], "y": [5]}})
-    data = from_leaf(tmp_path)
+    data: Any = from_leaf(tmp_path)
     assert data.train_inputs.shape == (3, 28, 28, 1)
     np.testing.assert_allclose(data.train_inputs[0].reshape(-1), pixels, atol=1e-6)
     assert data.train_labels.tolist() == [3, 61, 0]

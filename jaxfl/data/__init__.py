@@ -5,6 +5,10 @@ from jaxfl.data.corrupt import corrupt_clients, flip_labels, salt_and_pepper
 from jaxfl.data.efficientnet import efficientnet_lite0
 from jaxfl.data.encoder import Encoder
 from jaxfl.data.features import features
+from jaxfl.data.frame import from_frame
+from jaxfl.data.huggingface import from_huggingface
+from jaxfl.data.leaf import from_leaf
+from jaxfl.data.lists import from_lists
 from jaxfl.data.load import NAMES, Dataset, from_arrays, load
 from jaxfl.data.minilm import minilm, minilm_tokens
 from jaxfl.data.owners import by_owner
@@ -33,6 +37,10 @@ __all__ = [
     "features",
     "flip_labels",
     "from_arrays",
+    "from_frame",
+    "from_huggingface",
+    "from_leaf",
+    "from_lists",
     "hold_out",
     "iid",
     "label_share",

@@ -32,7 +32,8 @@ def check_data(name: str, value: Any) -> Dataset:
         return from_arrays(*value)
     raise TypeError(
         f"{name} must be a Dataset or four arrays, got {show(value)}. "
-        "Give train inputs and labels, test inputs and labels."
+        "Give train inputs and labels, test inputs and labels. "
+        "jaxfl.data.from_frame makes a Dataset of a data frame."
     )
 
 
@@ -40,7 +41,7 @@ def check_data(name: str, value: Any) -> Dataset:
 def make_clients(
     data: Dataset | tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
     train_lists: Sequence[Sequence[int] | np.ndarray],
-    test_lists: Sequence[Sequence[int] | np.ndarray],
+    test_lists: Sequence[Sequence[int] | np.ndarray] | None = None,
 ) -> Clients:
     """Put all examples into one store, training examples first, and give each client its rows.
 
@@ -54,7 +55,8 @@ def make_clients(
     Args:
         data: A dataset, or arrays (train inputs, train labels, test inputs, test labels).
         train_lists: Rows of the training examples, one array per client.
-        test_lists: Rows of the test examples, one array per client.
+        test_lists: Rows of the test examples, one array per client. None gives no client test
+            examples (see `hold_out`).
 
     Returns:
         Clients as host arrays: a store of all training and test examples, lists of the clients'
@@ -74,6 +76,8 @@ def make_clients(
         ((15,), (1797, 8, 8, 1), 359)
     """
     dataset: Any = data
+    if test_lists is None:
+        test_lists = [np.zeros(0, np.int32)] * len(train_lists)
     if len(train_lists) != len(test_lists) or not len(train_lists):
         raise ValueError(
             "train_lists and test_lists must have a list for each client, got "

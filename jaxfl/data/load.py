@@ -8,6 +8,7 @@ import contextlib
 import functools
 import hashlib
 import io
+import numbers
 import os
 import re
 import zipfile
@@ -17,9 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float32, Int32, Integer
+from jaxtyping import Float32, Int32, Integer, Shaped
 
-from jaxfl._validate import check_array, check_choice, check_path, checked
+from jaxfl._validate import check_array, check_choice, check_path, checked, show
 from jaxfl.files import cache_folder, opened, replacing
 
 EMNIST = tuple(
@@ -64,10 +65,12 @@ class Dataset(NamedTuple):
     test_labels: Int32[np.ndarray, "m ..."] | Float32[np.ndarray, "m ..."]
     classes: int
     name: str
-    owner: Int32[np.ndarray, "n"] | None = None
+    owner: Shaped[np.ndarray, "n"] | None = None
     """Owner of each training example, if examples have natural owners (`jaxfl.data.by_owner`)."""
-    test_owner: Int32[np.ndarray, "m"] | None = None
+    test_owner: Shaped[np.ndarray, "m"] | None = None
     """Owner of each test example."""
+    columns: tuple[str, ...] = ()
+    """Names of the inputs, if they come from a data frame (`jaxfl.data.from_frame`)."""
 
 
 def check_labels(
@@ -106,9 +109,50 @@ def check_labels(
     return labels.astype(np.int32)
 
 
+def check_owners(name: str, owners: Any) -> Shaped[np.ndarray, "n"]:
+    """Require a vector of names, or of whole numbers of any size, and return it as an array.
+
+    Numbers beyond 64 bits with a sign stay Python's, which are compared without rounding.
+    """
+    array = _as_objects(name, owners)
+    if array.ndim != 1:
+        raise ValueError(
+            f"{name} must be a vector of names or of whole numbers, got {show(owners)}. "
+            "Give one owner for each example."
+        )
+    if array.dtype.kind in "iU":
+        return array
+    values = array.tolist()
+    named = bool(values) and isinstance(values[0], str)
+    for row, value in enumerate(values):
+        if isinstance(value, bool) or not isinstance(value, str if named else numbers.Integral):
+            raise TypeError(
+                f"{name} must be all names, or all whole numbers, got {show(value)} in row {row}. "
+                "Convert them, for instance all by str, and drop the rows without an owner."
+            )
+    if named:
+        return np.array(values, np.str_)
+    small = all(-(2**63) <= value < 2**63 for value in values)
+    return np.array(values, np.int64 if small else object)
+
+
+def _as_objects(name: str, values: Any) -> np.ndarray:
+    """Return a list as an array of its objects, and an array as it is."""
+    if isinstance(values, np.ma.MaskedArray):
+        check_array(name, values)
+    if not isinstance(values, list | tuple):
+        return np.asarray(values)
+    # NumPy would make names of numbers where both are in a list.
+    array = np.empty(len(values), object)
+    array[:] = values
+    return array
+
+
 def check_targets(name: str, labels: Any, length: int | None = None) -> np.ndarray:
     """Require classes `[n]`, or other finite numbers `[n, ...]`, and return them in 32 bits."""
     labels = check_array(name, labels)
+    if labels.dtype.kind == "b":
+        labels = labels.astype(np.int32)
     if labels.ndim == 1 and labels.dtype.kind != "f":
         return check_labels(name, labels, length)
     if labels.ndim < 1 or 0 in labels.shape[1:] or (length is not None and len(labels) != length):
@@ -117,8 +161,6 @@ def check_targets(name: str, labels: Any, length: int | None = None) -> np.ndarr
             f"{name} must have one row of numbers for each {examples}, got shape {labels.shape}. "
             "Give labels [n] or [n, ...]."
         )
-    if labels.dtype.kind == "b":
-        labels = labels.astype(np.int32)
     labels = _in_32_bits(name, labels)
     return labels if labels.dtype.kind == "f" else labels.astype(np.int32, copy=False)
 
@@ -131,6 +173,9 @@ def check_inputs(name: str, inputs: Any) -> np.ndarray:
             f"{name} must be examples [n, ...] without empty axes, got shape {inputs.shape}. "
             "Give one row of numbers for each example."
         )
+    # Bytes would be pictures, and booleans are numbers.
+    if inputs.dtype.kind == "b":
+        inputs = inputs.astype(np.float32)
     return _in_32_bits(name, inputs)
 
 
@@ -159,7 +204,7 @@ def _in_32_bits(name: str, values: np.ndarray) -> np.ndarray:
     if bad.any():
         raise ValueError(
             f"{name} must be finite, got NaN or infinite values in {bad.sum()} rows, first in row "
-            f"{bad.argmax()}. Drop these rows."
+            f"{bad.argmax()}. Drop these rows, or mark gaps by jaxfl.data.from_frame."
         )
     return values
 
@@ -239,8 +284,8 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset:
     train_labels=check_targets,
     test_inputs=check_inputs,
     test_labels=check_targets,
-    owner=check_labels,
-    test_owner=check_labels,
+    owner=check_owners,
+    test_owner=check_owners,
 )
 def from_arrays(
     train_inputs: np.ndarray,
@@ -266,7 +311,7 @@ def from_arrays(
         classes: Number of classes. The default is the largest label plus one, and 0 if labels are
             not classes.
         name: Name of the dataset in reports.
-        owner: Owner `[n]` of each training example, whole numbers from 0, for `by_owner`.
+        owner: Owner `[n]` of each training example, names or whole numbers, for `by_owner`.
         test_owner: Owner `[m]` of each test example.
 
     Raises:
@@ -330,7 +375,7 @@ def _check_owner(name: str, owner: np.ndarray | None, count: int) -> None:
     if owner is not None and len(owner) != count:
         raise ValueError(
             f"{name} must have one owner for each of the {count} labels, got shape {owner.shape}. "
-            f"Give {count} whole numbers."
+            f"Give {count} names or whole numbers."
         )
 
 

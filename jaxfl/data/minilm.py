@@ -41,7 +41,7 @@ _PUBLISHED_HASHES = {
 _COMPUTATION_VERSION = 1
 """Version of the computation from tokens to features, part of the encoder's version."""
 
-_PADDING = 0
+PADDING = 0
 """Token of the positions behind a text's end."""
 
 _norm = functools.partial(nn.LayerNorm, epsilon=1e-12)
@@ -91,7 +91,7 @@ class _MiniLM(nn.Module):
     @nn.compact
     def __call__(self, tokens: Int[Array, "B L"]) -> Float[Array, "B d"]:
         """Return the features of texts."""
-        real = tokens != _PADDING
+        real = tokens != PADDING
         x = Embeddings(name="embeddings")(tokens)
         for number in range(LAYERS):
             x = Layer(name=f"layer_{number}")(x, real)

@@ -1,42 +1,58 @@
 """Natural clients: examples that have owners, such as writers or the roles of plays."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 from jaxtyping import Shaped
 
 from jaxfl._validate import checked, not_empty
-from jaxfl.data.load import check_labels
+from jaxfl.data.load import check_owners
 from jaxfl.data.partition import Partition, lists_of
 
 
-@checked(owner=not_empty(check_labels), test_owner=check_labels)
+@checked(owner=not_empty(check_owners), test_owner=check_owners)
 def by_owner(
-    owner: Shaped[np.ndarray, "n"],
-    test_owner: Shaped[np.ndarray, "m"] | None = None,
+    owner: Shaped[np.ndarray, "n"] | Sequence[str] | Sequence[int],
+    test_owner: Shaped[np.ndarray, "m"] | Sequence[str] | Sequence[int] | None = None,
     *,
     least: int = 1,
 ) -> tuple[Partition, Partition]:
     """Make a client of every owner with at least `least` training examples, in order of owners.
 
     Args:
-        owner: Owner `[n]` of each training example, whole numbers from 0.
-        test_owner: Owner `[m]` of each test example. None gives no client test examples (see
-            `jaxfl.data.hold_out`).
+        owner: Owner `[n]` of each training example: names, or whole numbers of 64 bits.
+        test_owner: Owner `[m]` of each test example, of the same kind. None gives no client test
+            examples (see `jaxfl.data.hold_out`).
         least: Least number of training examples of a client. Owners with fewer are left out.
 
     Returns:
-        Training rows and test rows, in ascending order. A client may have no test examples.
+        Training rows and test rows, in ascending order. A client may have no test examples. The
+        owner of the client with training rows `rows` is `owner[rows[0]]`.
 
     Raises:
-        ValueError: No owner has so many examples.
+        ValueError: No owner has so many examples, or owners of training examples are names and
+            those of test examples numbers.
+        TypeError: An owner is missing, or is neither a name nor a whole number.
 
     Example:
         >>> train, test = by_owner([7, 2, 7, 7, 4], [2, 7, 2], least=1)
         >>> [rows.tolist() for rows in train], [rows.tolist() for rows in test]
         ([[1], [4], [0, 2, 3]], [[0, 2], [], [1]])
+        >>> train, _ = by_owner(["Bern", "Aarau", "Bern"])
+        >>> [rows.tolist() for rows in train]
+        [[1], [0, 2]]
     """
-    if test_owner is None:
-        test_owner = np.zeros(0, np.int32)
-    names, sizes = np.unique(owner, return_counts=True)
+    train: Any = owner
+    test: Any = test_owner
+    if test is None or not len(test):
+        test = train[:0]
+    if (train.dtype.kind == "U") != (test.dtype.kind == "U"):
+        raise ValueError(
+            f"test_owner must be owners like {train[:1]} of owner, got {test[:1]}. "
+            "Give names in both, or numbers in both."
+        )
+    names, sizes = np.unique(train, return_counts=True)
     kept = names[sizes >= least]
     if not len(kept):
         raise ValueError(
@@ -50,4 +66,4 @@ def by_owner(
         known = kept[np.minimum(client, len(kept) - 1)] == owner
         return lists_of(np.where(known, client, -1), len(kept))
 
-    return rows_of(owner), rows_of(test_owner)
+    return rows_of(train), rows_of(test)

@@ -2,6 +2,7 @@
 
 from jaxfl.models.frozen import frozen
 from jaxfl.models.lora import lora
+from jaxfl.models.minilm import minilm_classifier
 from jaxfl.models.precision import with_precision
 from jaxfl.models.text import gru, transformer
 from jaxfl.models.wrap import from_flax, from_nnx
@@ -18,6 +19,7 @@ __all__ = [
     "lenet",
     "lenet_groupnorm",
     "lora",
+    "minilm_classifier",
     "mlp",
     "resnet20",
     "transformer",

@@ -356,13 +356,13 @@ def resnet20(
     return model._replace(microbatch="auto")
 
 
-@checked(input_shape=_check_shape)
-def build(name: str, input_shape: Shape, classes: int) -> Model:
+@checked(input_shape=_check_vector_or_shape)
+def build(name: str, input_shape: tuple[int, ...], classes: int) -> Model:
     """Return the model of a name for inputs of a shape.
 
     Args:
         name: "mlp", "lenet", "lenet_groupnorm", "feddpa_cnn", "digits_cnn" or "resnet20".
-        input_shape: the shape (H, W, C) of an example.
+        input_shape: the shape (H, W, C) of an example. "mlp" also takes (F,), of F numbers.
         classes: the number of logits.
 
     >>> build("lenet", (28, 28, 1), 10).name

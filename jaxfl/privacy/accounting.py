@@ -269,7 +269,7 @@ def example_epsilon(
 
     Guarantee: Example-level privacy under zero-out adjacency. An example belongs to one client.
         With more than 64 kinds of clients, every client counts as participating as often as the
-        most frequent one.
+        most frequent one, and as having the largest rate.
 
     >>> steps = DPSGD(clip=1.0, noise_multiplier=1.0, rate=0.1, steps=10)
     >>> run = planned_ledger(Mechanism(), clients=4, rounds=10, dp_sgd=steps)
@@ -285,25 +285,27 @@ def example_epsilon(
     used = np.where(ledger.participants, ledger.example_noise, math.inf)
     used = used.min(axis=0, initial=math.inf)
     noise = accountants.round_down(np.where(rounds > 0, used, 0.0))
-    kinds, kind_of_client = np.unique(np.stack([noise, rounds]), axis=1, return_inverse=True)
+    rates = np.broadcast_to(dp_sgd.rate_table, clients)
+    facts = np.stack([noise, rates, rounds])
+    kinds, kind_of_client = np.unique(facts, axis=1, return_inverse=True)
     if kinds.shape[1] > 64:
-        pooled = np.stack([noise, np.full(clients, rounds.max())])
+        # More noise, a smaller rate and fewer rounds only lower epsilon.
+        pooled = np.stack([noise, np.full(clients, rates.max()), np.full(clients, rounds.max())])
         kinds, kind_of_client = np.unique(pooled, axis=1, return_inverse=True)
     evaluate = accountants.rdp_epsilon if accountant == "rdp" else accountants.pld_epsilon
 
-    def of_kind(z: float, count: float) -> float:
+    def of_kind(z: float, rate: float, count: float) -> float:
         if not z or not count:
             return math.inf if count else 0.0
-        return evaluate(math.inf, np.array([z]), dp_sgd.rate, delta, int(count) * dp_sgd.steps)
+        return evaluate(math.inf, np.array([z]), rate, delta, int(count) * dp_sgd.steps)
 
     per_client = np.array([of_kind(*kind) for kind in kinds.T])[kind_of_client.reshape(-1)]
     worst = float(per_client.max())
     if math.isinf(worst):
         reason = _TINY if kinds[0].all() else "local steps add no noise"
         return Epsilon(worst, per_client, "none", reason)
-    theorem = (
-        f"Poisson-sampled Gaussian, rate {dp_sgd.rate:g}, zero-out, {dp_sgd.steps} steps per round"
-    )
+    rate = " to ".join(f"{rate:g}" for rate in dict.fromkeys([rates.min(), rates.max()]))
+    theorem = f"Poisson-sampled Gaussian, rate {rate}, zero-out, {dp_sgd.steps} steps per round"
     return Epsilon(worst, per_client, f"{theorem}; {accountant.upper()}", None)
 
 

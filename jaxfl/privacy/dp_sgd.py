@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +16,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 from jaxtyping import Float, Float64, Int, Key
 
-from jaxfl._validate import check_fraction, check_noise, checked, key_of, traced
+from jaxfl._validate import (
+    check_fraction,
+    check_noise,
+    check_numbers,
+    checked,
+    key_of,
+    traced,
+)
 from jaxfl.local.lanes import begin, hold, longest
 from jaxfl.local.train import (
     Apply,
@@ -55,7 +63,20 @@ _ONCE = (
 """Operations that run the program inside them once."""
 
 
-@checked(noise_multiplier=check_noise, rate=check_fraction)
+def _check_rates(name: str, value: Any) -> Any:
+    """Require a rate in (0, 1], or one for each client."""
+    if traced(value) or np.ndim(value) == 0:
+        return check_fraction(name, value)
+    rates = check_numbers(name, value)
+    if rates.max() > 1:
+        raise ValueError(
+            f"{name} must be numbers in (0, 1], got {rates.max():g}. "
+            "Give batch_size / examples, or 1 for clients with fewer examples."
+        )
+    return rates
+
+
+@checked(noise_multiplier=check_noise, rate=_check_rates)
 @dataclasses.dataclass(frozen=True, eq=False)
 class DPSGD:
     r"""Local training with example-level privacy (DP-SGD), which replaces `jaxfl.LocalSGD`.
@@ -70,7 +91,9 @@ class DPSGD:
         clip: C, L2 bound on the gradient of one example.
         noise_multiplier: z, std of the noise on the sum over C. A number or `[1]` for all clients,
             or one number per client `[C]` (see `jaxfl.privacy.calibrate_examples`).
-        rate: q, the probability that an example is in a batch.
+        rate: q, the probability that an example is in a batch. A number for all clients, or one per
+            client `[C]`: rates B / n give clients of n examples, which are public, batches of B on
+            average.
         steps: Local steps per round.
         optimizer: Any optax transformation, with a fresh state in every round.
         chunk: Number of examples processed at once. It changes speed and memory, not results. None
@@ -92,7 +115,7 @@ class DPSGD:
 
     clip: float
     noise_multiplier: float | np.ndarray
-    rate: float
+    rate: float | np.ndarray
     steps: int
     optimizer: optax.GradientTransformation = optax.sgd(0.05)  # noqa: RUF009 (immutable)
     chunk: int | None = None
@@ -175,8 +198,24 @@ class DPSGD:
     @property
     def mark(self) -> str:
         """Name that these private steps leave in a traced program."""
-        rate = f"traced {id(self.rate)}" if traced(self.rate) else repr(self.rate)
+        if traced(self.rate):
+            rate = f"traced {id(self.rate)}"
+        elif np.ndim(self.rate):
+            rate = hashlib.sha256(self.rate_table.tobytes()).hexdigest()
+        else:
+            rate = repr(self.rate)
         return f"{_MARK}: rate {rate}, steps {self.steps}"
+
+    @property
+    def rate_table(self) -> Float64[np.ndarray, "#C"]:
+        """Rate by client, or a single entry that all clients share."""
+        return np.atleast_1d(np.asarray(self.rate, np.float64))
+
+    def rate_of(self, data: ClientData) -> Any:
+        """Return the rate of a client."""
+        if traced(self.rate) or np.ndim(self.rate) == 0:
+            return self.rate
+        return jnp.asarray(self.rate_table, jnp.float32)[data.id]
 
     @property
     def noise_table(self) -> Float64[np.ndarray, "#C"]:
@@ -184,12 +223,13 @@ class DPSGD:
         return np.atleast_1d(np.asarray(self.noise_multiplier, np.float64))
 
     def check_fits(self, clients: int) -> None:
-        """Require one noise multiplier per client, or one for all."""
-        if len(self.noise_table) not in (1, clients):
-            raise ValueError(
-                f"dp_sgd.noise_multiplier must have one number for all {clients} clients, or one "
-                f"for each, got shape {self.noise_table.shape}. Give 1 or {clients} numbers."
-            )
+        """Require one noise multiplier and one rate per client, or one for all."""
+        for name, table in (("noise_multiplier", self.noise_table), ("rate", self.rate_table)):
+            if len(table) not in (1, clients):
+                raise ValueError(
+                    f"dp_sgd.{name} must have one number for all {clients} clients, or one for "
+                    f"each, got shape {table.shape}. Give 1 or {clients} numbers."
+                )
 
 
 @jax.custom_jvp
@@ -302,7 +342,8 @@ def noisy_gradient(
     padded = data.padded
     default = 1 if ghost_norms is None else _EXAMPLES_AT_ONCE
     chunk = min(dp_sgd.chunk or default, padded)
-    drawn = coins(batch_key, padded, dp_sgd.rate) & (jnp.arange(padded) < data.size)
+    rate = dp_sgd.rate_of(data)
+    drawn = coins(batch_key, padded, rate) & (jnp.arange(padded) < data.size)
     count = jnp.sum(drawn)
     order = jnp.nonzero(drawn, size=-(-padded // chunk) * chunk, fill_value=0)[0]
 
@@ -347,7 +388,7 @@ def noisy_gradient(
     zero = (jnp.zeros(()), optax.tree.zeros_like(params))
     value, total = lax.fori_loop(0, longest(-(-count // chunk)), add, zero)
     total = add_gaussian(noise_key, total, jnp.asarray(noise_multiplier * dp_sgd.clip, jnp.float32))
-    expected = dp_sgd.rate * jnp.maximum(data.size, 1)
+    expected = rate * jnp.maximum(data.size, 1)
     mean = jax.tree.map(lambda leaf, old: (leaf / expected).astype(old.dtype), total, original)
     return value / jnp.maximum(count, 1), mean
 

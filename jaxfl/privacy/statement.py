@@ -468,7 +468,7 @@ def _examples(ledger: Ledger, dp_sgd: DPSGD, delta: float, number: int | None) -
         "examples are public",
         "clip": float(dp_sgd.clip),
         "noise_multiplier": _extremes(dp_sgd.noise_multiplier),
-        "rate": float(dp_sgd.rate),
+        "rate": _rate_or_extremes(dp_sgd),
         "steps": dp_sgd.steps,
     }
     bounds: dict[Accountant, Epsilon] = {
@@ -477,6 +477,11 @@ def _examples(ledger: Ledger, dp_sgd: DPSGD, delta: float, number: int | None) -
     }
     entries = {accountant: _entry(bound) for accountant, bound in bounds.items()}
     return result | _headline_entry(tightest(bounds)) | entries
+
+
+def _rate_or_extremes(dp_sgd: DPSGD) -> Any:
+    rates = dp_sgd.rate_table
+    return float(rates[0]) if len(rates) == 1 else _extremes(rates)
 
 
 def _entry(total: Epsilon) -> dict[str, Any]:

@@ -20,6 +20,9 @@ _LOG = logging.getLogger("jaxfl")
 _SHARE = 0.1
 """Share of the updates since an evaluation above which dropped updates cause a warning at once."""
 
+_CLIPPED_ROUNDS = 3
+"""Least number of rounds after which a run warns that all updates were clipped."""
+
 _Flat: TypeAlias = np.ndarray | None
 """Weights as a flat vector, or None if the server's state holds none."""
 
@@ -129,7 +132,20 @@ class Watch:
                 )
 
     def end(self, records: Sequence[Records]) -> None:
-        """Warn about all updates that were dropped. Each point's `metrics.jsonl` has its own."""
+        """Warn about all updates that were dropped, and about runs whose updates were all clipped.
+
+        Each point's `metrics.jsonl` has its own numbers.
+        """
+        if norms := [norm for record in records if (norm := _norm_if_all_clipped(record))]:
+            length = "" if self.public else f" (mean norm {np.mean(norms):.3g})"
+            self._warn(
+                "clipped",
+                f"every update of every round was longer than the clip bound{length}, so that only "
+                "directions count. If the model learns too slowly, raise the clip bound: epsilon "
+                "stays, and the noise grows in proportion. If noise hides what it learns, keep the "
+                "bound, and give more clients a round, fewer trained weights (jaxfl.models.lora, "
+                "frozen) or more rounds",
+            )
         dropped, _ = _count(records)
         if dropped:
             self._warn("end", self._dropped(records, 0))
@@ -209,6 +225,16 @@ class Watch:
         if topic not in self.warned and jax.process_index() == 0:
             _LOG.warning("%s: %s", self.name, text)
         self.warned.add(topic)
+
+
+def _norm_if_all_clipped(record: Records) -> float:
+    """Return the mean norm of the updates if all were clipped in all rounds, and otherwise 0."""
+    ran = record.info["participants"] > 0
+    clipped = record.info.get("clipped")
+    # A share is a mean in single precision.
+    if clipped is None or ran.sum() < _CLIPPED_ROUNDS or clipped[ran].min() < 0.9999:
+        return 0.0
+    return float(record.info["update_norm"][ran].mean())
 
 
 def _like_weights(old: np.ndarray, new: np.ndarray, length: Any) -> bool:

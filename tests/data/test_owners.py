@@ -61,8 +61,15 @@ def test_owners_without_test_examples_hold_out_their_last_ones():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: by_owner(np.array([0.5])), "owner"),
-        (lambda: by_owner(np.array([-1])), "owner must be .* got -1"),
+        (lambda: by_owner(np.array([])), "owner must have at least one entry"),
+        (
+            lambda: by_owner(np.array([[1], [2]])),
+            "owner must be a vector of names or of whole numbers",
+        ),
+        (
+            lambda: by_owner(["a"], [1]),
+            r"test_owner must be owners like \['a'\] of owner, got \[1\]",
+        ),
         (lambda: by_owner(np.zeros(0, int)), "owner must have at least one entry"),
         (lambda: by_owner(np.zeros(1, int), least=0), "least must be .* got 0"),
     ],
@@ -92,3 +99,27 @@ def test_a_test_owner_for_each_test_example():
         match=r"test_owner must have one owner for each of the 1 labels, got shape \(3,\)",
     ):
         from_arrays(*data, owner=np.zeros(3, int), test_owner=np.zeros(3, int))
+
+
+def test_owners_may_be_names_or_ids_of_64_bits():
+    owner = ["Chur", "Bern", "Chur", "Aarau"]
+    train, test = by_owner(owner, ["Bern", "Davos"])
+    assert [rows.tolist() for rows in train] == [[3], [1], [0, 2]]
+    assert [rows.tolist() for rows in test] == [[], [0], []]
+    ids = np.array([2**60 + 1, 2**60, 2**60 + 1, -(2**63)])
+    assert [rows.tolist() for rows in by_owner(ids)[0]] == [[3], [1], [0, 2]]
+
+
+def test_ids_without_a_sign_are_not_rounded():
+    ids = np.array([2**64 - 1, 2**64 - 2, 2**64 - 1, 5], np.uint64)
+    train, test = by_owner(ids, [2**64 - 2, 5, 6])
+    assert [rows.tolist() for rows in train] == [[3], [1], [0, 2]]
+    assert [rows.tolist() for rows in test] == [[1], [0], []]
+
+
+@pytest.mark.parametrize("owner", [["a", None], ["a", 1], [0.5], [True], [b"a"], [float("nan")]])
+def test_what_is_no_owner_is_named_with_its_row(owner):
+    with pytest.raises(
+        TypeError, match=r"owner must be all names, or all whole numbers, got .* in row"
+    ):
+        by_owner(owner)

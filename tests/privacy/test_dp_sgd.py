@@ -15,13 +15,20 @@ from reference import DIGITS, client, numpy_gradient
 
 from jaxfl import simulate
 from jaxfl.algorithms import fedavg
+from jaxfl.data import make_clients
 from jaxfl.engine.mesh import place
 from jaxfl.engine.program import first_states
 from jaxfl.engine.round import all_keys, one_round
 from jaxfl.local.sam import sam
 from jaxfl.local.train import LocalSGD
-from jaxfl.models import lenet
-from jaxfl.privacy import dp_sgd
+from jaxfl.models import lenet, mlp
+from jaxfl.privacy import (
+    Mechanism,
+    dp_sgd,
+    example_epsilon,
+    planned_ledger,
+    privacy_statement,
+)
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.types import Message, StepNoise
 
@@ -116,6 +123,51 @@ def test_batches_are_poisson():
     np.testing.assert_allclose(sizes, np.rint(sizes), atol=1e-4)
     assert sizes.mean() == pytest.approx(18, abs=4 * math.sqrt(60 * 0.21 / draws))
     assert sizes.var() == pytest.approx(60 * 0.21, rel=4 * math.sqrt(2 / draws))
+
+
+def test_batches_follow_the_rate_of_each_client():
+    rates, draws = np.array([0.1, 0.6]), 300
+    private = steps(rate=rates, clip=1.0)
+    for number, rate in enumerate(rates):
+        data = dataclasses.replace(client(60, 70), id=jnp.int32(number))
+        moved = jax.vmap(lambda key, data=data: counting(data, private, key))(
+            jax.random.split(KEY, draws)
+        )
+        sizes = np.asarray(moved) * rate * 60
+        np.testing.assert_allclose(sizes, np.rint(sizes), atol=1e-3)
+        spread = 60 * rate * (1 - rate)
+        assert sizes.mean() == pytest.approx(60 * rate, abs=4 * math.sqrt(spread / draws))
+
+
+def test_each_client_has_the_epsilon_of_its_rate():
+    rates, noise = np.array([0.1, 0.5, 0.1]), np.array([1.0, 2.0, 4.0])
+    several = steps(rate=rates, noise_multiplier=noise)
+    plan = planned_ledger(Mechanism(), 3, 4, several)
+    for accountant in ("pld", "rdp"):
+        found = example_epsilon(plan, several, accountant=accountant, delta=1e-5)
+        for number in range(3):
+            alone = steps(rate=rates[number], noise_multiplier=noise[number])
+            own = planned_ledger(Mechanism(), 1, 4, alone)
+            one = example_epsilon(own, alone, accountant=accountant, delta=1e-5)
+            assert found.per_client[number] == pytest.approx(one.value, rel=1e-9)
+        assert "rate 0.1 to 0.5" in found.theorem
+    statement = privacy_statement(plan, Mechanism(), 3, dp_sgd=several)
+    assert statement["examples"]["rate"] == {"min": 0.1, "max": 0.5}
+
+
+def test_rates_of_a_run_are_those_of_its_clients():
+    sizes = [4, 8, 16]
+    rates = np.array([0.5, 0.25, 0.125])
+    data: Any = np.ones((28, 1), np.float32), np.zeros(28, int)
+    lists = np.split(np.arange(28), np.cumsum(sizes)[:-1])
+    clients = make_clients((*data, data[0][:0], data[1][:0]), lists)
+    private = dataclasses.replace(steps(rate=rates, clip=1.0), noise_multiplier=1e-6)
+    method = fedavg(mlp((1,), 2, hidden=()), local=private)
+    result = simulate(0, method, clients, rounds=1, progress=False)
+    assert result.statement["examples"]["rate"] == {"min": 0.125, "max": 0.5}
+    wrong = dataclasses.replace(private, rate=rates[:2])
+    with pytest.raises(ValueError, match=r"dp_sgd\.rate must have one number for all 3 clients"):
+        simulate(0, method._replace(dp_sgd=wrong), clients, rounds=1, progress=False)
 
 
 def test_layers_draw_nothing_that_batches_and_noise_are_drawn_from(monkeypatch):

@@ -246,3 +246,26 @@ def test_a_public_report_names_and_counts_no_client(caplog):
         "run: some updates were not finite and were dropped: NaN or infinite training examples: clean them; others "
         "diverged: lower the learning rate, or clip updates",
     ]
+
+
+@pytest.mark.parametrize(
+    ("clipped", "public", "expected"),
+    [
+        ([1, 1, 1, 0], False, "longer than the clip bound (mean norm 2)"),
+        ([1, 1, 1, 0], True, "longer than the clip bound, so that"),
+        ([1, 0.9, 1, 0], False, None),
+        ([1, 1, 0, 0], False, None),
+    ],
+)
+def test_runs_whose_updates_are_all_clipped_get_advice(caplog, clipped, public, expected):
+    """The last round has not run, so that its zeros do not count."""
+    made = records([0] * 4, [10, 10, 10, 0] if clipped[2] else [10, 10, 0, 0])
+    norms = {"clipped": np.array(clipped, float), "update_norm": np.array([1.0, 2.0, 3.0, 0.0])}
+    made = made._replace(info=made.info | norms)
+    caplog.set_level(logging.WARNING, "jaxfl")
+    Watch("run", small_clients(), [NOISY], public=public).end([made])
+    if expected is None:
+        assert not caplog.messages
+    else:
+        assert expected in caplog.messages[0]
+        assert "raise the clip bound: epsilon stays" in caplog.messages[0]

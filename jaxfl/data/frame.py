@@ -1,0 +1,477 @@
+"""Data frames: rows with numbers, names and gaps become inputs of a network."""
+
+import math
+import numbers
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+from jaxtyping import Bool, Float, Int, Shaped
+
+from jaxfl._validate import check_fraction, check_numbers, checked, count_from_0, show
+from jaxfl.data.load import Dataset, check_owners, from_arrays
+
+Frame: TypeAlias = Mapping[str, Any]
+"""Columns by name."""
+
+_MOST_CATEGORIES = 100
+"""Largest number of names in a column that need no list of `categories`.
+
+A column with more of them is an identifier, or numbers that were read as text.
+"""
+
+
+class _Column(NamedTuple):
+    """A column of one kind."""
+
+    kind: Literal["number", "whole number", "flag", "name"]
+    values: np.ndarray
+    """Floats `[n]`, or names of dtype object. Those of gaps have no meaning."""
+    missing: Bool[np.ndarray, "n"]
+
+
+def _check_frame(name: str, value: Any) -> Frame:
+    """Require a data frame, or columns by name, and return the columns by name."""
+    if not _has_columns(value):
+        raise TypeError(
+            f"{name} must be a data frame or columns by name, got {show(value)}. "
+            "Give a frame of pandas or polars, or for instance {'age': [41, 67], 'sick': [0, 1]}."
+        )
+    names = list(value) if isinstance(value, Mapping) else list(value.columns)
+    columns = {column: _checked_column(name, value, column) for column in names}
+    lengths = {column: len(values) for column, values in columns.items()}
+    if len(set(lengths.values())) != 1 or not min(lengths.values()):
+        raise ValueError(
+            f"{name} must have columns of one length, with at least one row, got {show(value)} of "
+            f"lengths {show(lengths)}. Give one value for each row."
+        )
+    return columns
+
+
+def _has_columns(value: Any) -> bool:
+    return isinstance(value, Mapping) or hasattr(value, "columns")
+
+
+def _checked_column(name: str, frame: Any, column: Any) -> Any:
+    """Require a column with a length, and return it."""
+    if not isinstance(column, str):
+        raise TypeError(
+            f"{name} must have columns that are named by str, got {show(frame)} with the name "
+            f"{column!r}. Rename them, for instance by frame.rename(columns=str)."
+        )
+    values = frame[column]
+    if isinstance(values, str) or not hasattr(values, "__len__"):
+        raise TypeError(
+            f"{name}[{column!r}] must be a column, got {show(values)}. Give one value a row."
+        )
+    return values
+
+
+def _check_test(name: str, value: Any) -> float | Frame:
+    """Require a share of the rows, or a frame of further rows."""
+    if _has_columns(value):
+        return _check_frame(name, value)
+    if isinstance(value, numbers.Real):
+        return check_fraction(name, value, one=False)
+    raise TypeError(
+        f"{name} must be a frame, or a share of the rows, got {show(value)}. Give for instance 0.2."
+    )
+
+
+def _check_input_names(name: str, value: Any) -> list[str]:
+    """Require names of columns."""
+    listed = isinstance(value, Sequence) and not isinstance(value, str)
+    if listed and len(value) and all(isinstance(column, str) for column in value):
+        return list(value)
+    raise TypeError(
+        f"{name} must be names of columns, got {show(value)}. Give for instance ['age', 'sex']."
+    )
+
+
+def _check_mapping(name: str, value: Any) -> dict[str, Any]:
+    """Require a mapping from names of columns."""
+    if isinstance(value, Mapping) and all(isinstance(column, str) for column in value):
+        return dict(value)
+    raise TypeError(
+        f"{name} must map names of columns to what they hold, got {show(value)}. "
+        "Give for instance {'age': (0, 110)} as bounds, {'sex': ['f', 'm']} as categories."
+    )
+
+
+def _check_limits(name: str, value: Any) -> dict[str, tuple[float, float]]:
+    """Require a lower and a larger upper bound for each named column."""
+    found = {}
+    for column, pair in _check_mapping(name, value).items():
+        where = f"{name}[{column!r}]"
+        low_high = check_numbers(where, pair, negative=True).tolist()
+        if len(low_high) != 2 or low_high[0] >= low_high[1]:
+            raise ValueError(
+                f"{where} must be a lower and a larger upper bound, got {show(pair)}. "
+                "Give for instance (0, 110)."
+            )
+        found[column] = tuple(low_high)
+    return found
+
+
+def _check_categories(name: str, value: Any) -> dict[str, list]:
+    """Require different categories for each named column."""
+    found = {}
+    for column, given in _check_mapping(name, value).items():
+        listed = given is not None and not isinstance(given, str) and hasattr(given, "__len__")
+        categories = list(given) if listed else []
+        if not categories or len(set(map(str, categories))) < len(categories):
+            raise ValueError(
+                f"{name}[{column!r}] must be different values of the column, got {show(given)}. "
+                "Give for instance ['f', 'm']."
+            )
+        found[column] = categories
+    return found
+
+
+@checked(
+    frame=_check_frame,
+    inputs=_check_input_names,
+    test=_check_test,
+    seed=count_from_0,
+    bounds=_check_limits,
+    categories=_check_categories,
+)
+def from_frame(
+    frame: Any,
+    *,
+    label: str,
+    owner: str | None = None,
+    inputs: Sequence[str] | None = None,
+    test: Any | None = None,
+    seed: int = 0,
+    bounds: Mapping[str, tuple[float, float]] | None = None,
+    categories: Mapping[str, Sequence[Any]] | None = None,
+    name: str = "frame",
+) -> Dataset:
+    r"""Make a dataset of the rows of a data frame, for instance of a CSV file.
+
+    Each column becomes one or more inputs of float32 (`Dataset.columns` names them):
+
+    - Numbers x become :math:`(x - \mu) / \sigma`, with the mean and the standard deviation of the
+      column's training rows. With `bounds` (l, u) they become
+      :math:`2 (\min(\max(x, l), u) - l) / (u - l) - 1`.
+    - Booleans become 0 and 1.
+    - Names, such as "ward 3", become one input of 0 or 1 for each different name of the training
+      rows. A name that only test rows have becomes zeros.
+    - Gaps (NaN, None, an empty name) become 0. A further input is 1 where the column has a gap. A
+      column without gaps has no such input, unless it is in `bounds` or `categories`.
+
+    A label is a class if it is a boolean, a name or a whole number, and a number to predict if it
+    is a floating number. Names are numbered in alphabetical order.
+
+    Args:
+        frame: Frame of pandas or polars, or a dict of columns.
+        label: Name of the column with the labels.
+        owner: Name of the column with the owners, such as hospitals, for `by_owner`. None leaves
+            owners out.
+        inputs: Names of the columns that become inputs. None takes all but `label` and `owner`.
+        test: Test rows: another frame with these columns, or a share in (0, 1) of each owner's
+            rows, rounded, which is drawn. None makes no test rows.
+        seed: Seed of the draw.
+        bounds: Lower and upper bound of columns of numbers.
+        categories: Values of columns, in the order of their inputs, or of the label's classes. Any
+            column may be listed, numbers too. Other values of an input become zeros.
+        name: Name of the dataset in reports.
+
+    Guarantee:
+        No epsilon covers means, standard deviations and categories, nor which columns have gaps:
+        they follow from the private rows of all owners. Columns in `bounds` and `categories`
+        reveal nothing in this way if these are public knowledge, such as the limits of an age.
+
+    Raises:
+        ValueError: A column does not exist, or has dates, infinite numbers or values of several
+            kinds. A label is missing. A column has more than 100 names, and is not listed.
+        TypeError: `frame` has no columns, or an argument has the wrong type.
+
+    Example:
+        >>> frame = {
+        ...     "clinic": ["a", "b", "a", "b"],
+        ...     "age": [40.0, None, 60.0, 50.0],
+        ...     "ward": ["x", "y", "y", "x"],
+        ...     "sick": [False, True, True, False],
+        ... }
+        >>> data = from_frame(frame, label="sick", owner="clinic", bounds={"age": (0, 100)})
+        >>> data.columns, data.owner.tolist()
+        (('age', 'age missing', 'ward=x', 'ward=y'), ['a', 'b', 'a', 'b'])
+        >>> data.train_inputs[2:].tolist()
+        [[0.20000000298023224, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0]]
+    """
+    bounds = bounds or {}
+    categories = categories or {}
+    inputs = inputs or [column for column in frame if column not in (label, owner)]
+    _check_known("label", [label], frame)
+    _check_known("inputs", inputs, frame)
+    _check_known("bounds", bounds, inputs)
+    _check_known("categories", categories, [*inputs, label])
+    rows = _read_rows(frame, test, [*inputs, label], owner, seed)
+    encoded: dict[str, np.ndarray] = {}
+    for column in inputs:
+        encoded |= _inputs_of(column, rows.columns[column], rows.trained, bounds, categories)
+    values = np.stack(list(encoded.values()), axis=1).astype(np.float32)
+    labels = _labels(label, rows.columns[label], categories.get(label))
+    data = from_arrays(
+        values[rows.trained],
+        labels[rows.trained],
+        values[~rows.trained],
+        labels[~rows.trained],
+        name=name,
+        owner=rows.owner,
+        test_owner=rows.test_owner,
+    )
+    return data._replace(columns=tuple(encoded))
+
+
+class _Rows(NamedTuple):
+    """All rows, those for training and those for tests."""
+
+    columns: dict[str, _Column]
+    trained: Bool[np.ndarray, "n"]
+    owner: Shaped[np.ndarray, "_"] | None
+    test_owner: Shaped[np.ndarray, "_"] | None
+
+
+def _read_rows(
+    frame: Frame, test: float | Frame | None, names: list[str], owner: str | None, seed: int
+) -> _Rows:
+    """Read the columns of these names, and the owners, of training rows and test rows."""
+    owners = _owners("frame", frame, owner)
+    columns = {name: _read_column(f"frame[{name!r}]", frame[name]) for name in names}
+    number = len(frame[names[0]])
+    if isinstance(test, Mapping):
+        _check_complete(test, names)
+        further = {name: _read_column(f"test[{name!r}]", test[name]) for name in names}
+        columns = {name: _with_test(name, columns[name], further[name]) for name in names}
+        trained = np.arange(number + len(test[names[0]])) < number
+        return _Rows(columns, trained, owners, _owners("test", test, owner))
+    tested = (
+        np.zeros(number, bool) if test is None else _drawn_for_tests(test, number, owners, seed)
+    )
+    if owners is None:
+        return _Rows(columns, ~tested, None, None)
+    return _Rows(columns, ~tested, owners[~tested], owners[tested])
+
+
+def _owners(name: str, frame: Frame, owner: str | None) -> Shaped[np.ndarray, "n"] | None:
+    """Return the owners of a frame's rows."""
+    if owner is None:
+        return None
+    _check_known("owner", [owner], frame)
+    return check_owners(f"{name}[{owner!r}]", frame[owner])
+
+
+def _check_known(name: str, columns: Any, known: Any) -> None:
+    """Require names of columns that exist."""
+    for column in columns:
+        if column not in known:
+            raise ValueError(
+                f"{name} must name columns of the frame, got {column!r}. "
+                f"Choose from {', '.join(map(repr, known))}."
+            )
+
+
+def _check_complete(test: Frame, columns: Iterable[str]) -> None:
+    """Require the columns of the training rows in a frame of test rows."""
+    for column in columns:
+        if column not in test:
+            raise ValueError(
+                f"test must have the columns of frame, got {show(test)} without {column!r}. "
+                "Add the column, or leave it out by `inputs`."
+            )
+
+
+def _read_column(where: str, column: Any) -> _Column:
+    """Read a column of one kind, with gaps."""
+    if _is_categorical(column):
+        # The numbers of a categorical column are names of its categories.
+        column = [value if _is_missing(value) else str(value) for value in column]
+    values = _as_array(column)
+    if values.ndim != 1:
+        raise ValueError(
+            f"{where} must be a vector, got shape {values.shape}. Give each column a name of its "
+            "own, and one value for each row."
+        )
+    if values.dtype.kind in "biuf":
+        kinds: dict[str, Any] = {"b": "flag", "f": "number"}
+        floats = values.astype(np.float64)
+        column = _Column(kinds.get(values.dtype.kind, "whole number"), floats, np.isnan(floats))
+    else:
+        column = _read_objects(where, values.astype(object))
+    if column.kind != "name":
+        _check_finite(where, column.values)
+    return column
+
+
+def _check_finite(where: str, values: Float[np.ndarray, "n"]) -> None:
+    if np.isinf(values).any():
+        raise ValueError(
+            f"{where} must have finite numbers, got infinity. Put None where a value is not known."
+        )
+
+
+def _as_array(column: Any) -> np.ndarray:
+    if isinstance(column, list | tuple):
+        # NumPy would make names of numbers where both are in a list.
+        return np.array(column, object)
+    if hasattr(column, "to_numpy"):
+        return np.asarray(column.to_numpy())
+    return np.asarray(column)
+
+
+def _is_categorical(column: Any) -> bool:
+    return getattr(getattr(column, "dtype", None), "categories", None) is not None
+
+
+def _read_objects(where: str, values: Shaped[np.ndarray, "n"]) -> _Column:
+    """Read a column of Python objects."""
+    missing = np.array([_is_missing(value) for value in values], bool)
+    known = values[~missing]
+    if _all_of(known, str):
+        return _Column("name", values, missing)
+    for value in known:
+        if not isinstance(value, numbers.Real | np.bool_):
+            raise ValueError(
+                f"{where} must have numbers, booleans or names, and only one of these kinds, got "
+                f"{show(value)}. Convert the column, for instance dates to days, or leave it out "
+                "by `inputs`."
+            )
+    floats = np.full(len(values), math.nan)
+    floats[~missing] = known.astype(np.float64)
+    if _all_of(known, bool | np.bool_):
+        return _Column("flag", floats, missing)
+    if _all_of(known, numbers.Integral):
+        return _Column("whole number", floats, missing)
+    return _Column("number", floats, missing)
+
+
+def _all_of(values: Shaped[np.ndarray, "n"], kind: Any) -> bool:
+    """Return whether there are values, and all of them are of a kind."""
+    return bool(len(values)) and all(isinstance(value, kind) for value in values)
+
+
+def _is_missing(value: Any) -> bool:
+    """Return whether a value stands for a gap."""
+    # A comparison with pandas.NA has no truth value, so its type identifies it.
+    if value is None or type(value).__name__ in ("NAType", "NaTType"):
+        return True
+    return value == "" or (isinstance(value, float) and math.isnan(value))
+
+
+def _with_test(name: str, train: _Column, test: _Column) -> _Column:
+    """Return a column with training rows and test rows."""
+    kinds = {train.kind, test.kind}
+    if len(kinds) > 1 and "name" in kinds and not (train.missing.all() or test.missing.all()):
+        raise ValueError(
+            f"test[{name!r}] must have values like frame[{name!r}], each a {train.kind}, got each "
+            f"a {test.kind}. Convert one of them."
+        )
+    values = np.concatenate([train.values, test.values])
+    return _Column(train.kind, values, np.concatenate([train.missing, test.missing]))
+
+
+def _drawn_for_tests(
+    share: float, number: int, owners: Shaped[np.ndarray, "n"] | None, seed: int
+) -> Bool[np.ndarray, "n"]:
+    """Draw a share of each owner's rows, and leave every owner a row."""
+    own = np.zeros(number, np.int64)
+    if owners is not None:
+        own = np.unique(owners, return_inverse=True)[1]
+    order = np.lexsort((np.random.default_rng(seed).random(number), own))
+    size = np.bincount(own)
+    rank = np.empty(number, np.int64)
+    rank[order] = np.arange(number) - np.repeat(np.cumsum(size) - size, size)
+    wanted = np.minimum(np.maximum(np.rint(share * size), 1), size - 1)
+    return rank < wanted[own]
+
+
+def _inputs_of(
+    name: str,
+    column: _Column,
+    trained: Bool[np.ndarray, "n"],
+    bounds: Mapping[str, tuple[float, float]],
+    categories: Mapping[str, Sequence[Any]],
+) -> Iterator[tuple[str, Float[np.ndarray, "n"]]]:
+    """Yield the inputs that a column becomes, by name."""
+    if name in categories or column.kind == "name":
+        yield from _one_hot(name, column, trained, bounds, categories)
+    else:
+        yield name, np.where(column.missing, 0.0, _scaled(column, trained, bounds.get(name)))
+    # The inputs of a column that the caller describes depend on no row.
+    if column.missing.any() or name in bounds or name in categories:
+        yield f"{name} missing", column.missing
+
+
+def _one_hot(
+    name: str,
+    column: _Column,
+    trained: Bool[np.ndarray, "n"],
+    bounds: Mapping[str, tuple[float, float]],
+    categories: Mapping[str, Sequence[Any]],
+) -> Iterator[tuple[str, Bool[np.ndarray, "n"]]]:
+    """Yield an input for each category of a column, by name."""
+    if name in bounds:
+        raise ValueError(
+            f"bounds must be of columns of numbers that have no categories, got {name!r}. "
+            "Give either its bounds or its categories."
+        )
+    known = ~column.missing
+    for choice in categories.get(name) or _distinct(name, column.values[known & trained]):
+        yield f"{name}={choice}", known & (column.values == choice)
+
+
+def _scaled(
+    column: _Column, trained: Bool[np.ndarray, "n"], limits: tuple[float, float] | None
+) -> Float[np.ndarray, "n"]:
+    """Return the numbers of a column, scaled by bounds, or by statistics of the training rows."""
+    if limits is not None:
+        low, high = limits
+        return 2 * (np.clip(column.values, low, high) - low) / (high - low) - 1
+    sample = column.values[trained & ~column.missing]
+    if column.kind == "flag" or not len(sample):
+        return column.values
+    return (column.values - sample.mean()) / (sample.std() or 1.0)
+
+
+def _distinct(name: str, values: Shaped[np.ndarray, "n"]) -> list[str]:
+    """Return the different names of a column, in alphabetical order."""
+    found = sorted(set(values))
+    if len(found) > _MOST_CATEGORIES:
+        raise ValueError(
+            f"inputs must be numbers, or have at most {_MOST_CATEGORIES} different names, got "
+            f"{name!r} with {len(found)}, such as {found[0]!r}. Convert numbers that were read as "
+            "text, leave the column out by `inputs`, or list its `categories`."
+        )
+    return found
+
+
+def _labels(name: str, column: _Column, classes: Sequence[Any] | None) -> Shaped[np.ndarray, "n"]:
+    """Return labels as classes, or as floating numbers."""
+    if column.missing.any():
+        raise ValueError(
+            f"label must have a value in every row, got {name!r} with {column.missing.sum()} gaps, "
+            f"first in row {column.missing.argmax()}. Drop these rows."
+        )
+    if classes is None and column.kind == "name":
+        classes = _distinct(name, column.values)
+    if classes is not None:
+        return _numbered(name, column.values, classes)
+    # Floating numbers are no classes, but numbers to predict.
+    return column.values if column.kind == "number" else column.values.astype(np.int64)
+
+
+def _numbered(
+    name: str, values: Shaped[np.ndarray, "n"], classes: Sequence[Any]
+) -> Int[np.ndarray, "n"]:
+    """Return the position of each value among the classes."""
+    position = {choice: number for number, choice in enumerate(classes)}
+    for value in values:
+        if value not in position:
+            raise ValueError(
+                f"categories[{name!r}] must list all labels, got {value!r} besides "
+                f"{', '.join(map(repr, classes))}. Add it, or drop its rows."
+            )
+    return np.array([position[value] for value in values], np.int32)

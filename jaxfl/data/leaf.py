@@ -1,0 +1,141 @@
+"""Data of LEAF, the benchmark of federated learning, as its scripts write them."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Shaped
+
+from jaxfl._validate import check_path, checked, show
+from jaxfl.data.load import Dataset, from_arrays
+
+LEAF_CHARACTERS = (
+    "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
+)
+"""The 80 characters of LEAF's Shakespeare, in the order of their numbers."""
+
+_SPACE = LEAF_CHARACTERS.index(" ")
+_SIDE = 28
+"""Rows and columns of FEMNIST's pictures."""
+
+
+class _Split(NamedTuple):
+    """Examples of all users of a split."""
+
+    inputs: list[Any]
+    labels: list[Any]
+    owner: list[str]
+
+
+@checked(folder=check_path)
+def from_leaf(folder: str | os.PathLike[str]) -> Dataset:
+    """Read a task of LEAF from the JSON files that its scripts wrote, with users as owners.
+
+    The folder has subfolders `train` and `test`, as `preprocess.sh` leaves them in `data`. Without
+    them, its own files are training examples.
+
+    - FEMNIST: 784 numbers become a picture `[28, 28, 1]` of float32, and classes are labels.
+    - Shakespeare: texts of L characters become numbers `[L]`, which are positions in
+      `jaxfl.data.leaf.LEAF_CHARACTERS`. The character that follows is the class. Unknown
+      characters count as spaces. A model is for instance `gru(80, 80, every=False)`.
+    - Other lists of numbers, such as those of the synthetic task, become vectors.
+
+    Args:
+        folder: Folder of the data.
+
+    Raises:
+        ValueError: There is no JSON file, or a file is not LEAF's. Inputs are words.
+
+    References:
+        Caldas et al. 2019, "LEAF: a benchmark for federated settings" (arXiv:1812.01097).
+    """
+    root = Path(folder)
+    train = _read_split(root / "train" if (root / "train").is_dir() else root)
+    test = _Split([], [], [])
+    if (root / "test").is_dir():
+        test = _read_split(root / "test")
+    count = len(train.labels)
+    inputs = _inputs(str(folder), train.inputs + test.inputs)
+    labels = _classes(str(folder), train.labels + test.labels)
+    return from_arrays(
+        inputs[:count],
+        labels[:count],
+        inputs[count:],
+        labels[count:],
+        name=root.name or "leaf",
+        owner=np.array(train.owner, np.str_),
+        test_owner=np.array(test.owner, np.str_),
+    )
+
+
+def _read_split(folder: Path) -> _Split:
+    """Read all JSON files of a folder, in the order of their names."""
+    files = sorted(folder.glob("*.json"))
+    if not files:
+        raise ValueError(
+            f"folder must have JSON files of LEAF, got {str(folder)!r} without one. "
+            "Run LEAF's preprocess.sh, and give its folder `data`."
+        )
+    found = _Split([], [], [])
+    for file in files:
+        for user, examples in _users(file).items():
+            found.inputs.extend(examples["x"])
+            found.labels.extend(examples["y"])
+            found.owner.extend([user] * len(examples["y"]))
+    return found
+
+
+def _users(file: Path) -> dict[str, Any]:
+    """Return the examples of a file's users."""
+    users: Any = {}
+    try:
+        with file.open(encoding="utf-8") as opened:
+            users = json.load(opened)["user_data"]
+        complete = all(len(own["x"]) == len(own["y"]) for own in users.values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        complete = False
+    if not complete:
+        raise ValueError(
+            f"folder must have JSON files of LEAF, got {str(file)!r} without a label for each "
+            "input of the users in `user_data`. Write the file again by LEAF's scripts."
+        )
+    return users
+
+
+def _inputs(folder: str, values: list[Any]) -> np.ndarray:
+    """Return inputs as numbers."""
+    if values and all(isinstance(value, str) for value in values):
+        return _of_one_shape(folder, [_characters(value) for value in values])
+    inputs = _of_one_shape(folder, values)
+    if inputs.shape[1:] == (_SIDE**2,):
+        return inputs.astype(np.float32).reshape(-1, _SIDE, _SIDE, 1)
+    return inputs
+
+
+def _of_one_shape(folder: str, values: list[Any]) -> np.ndarray:
+    try:
+        array = np.array(values)
+    except ValueError:
+        array = np.zeros(0, object)
+    if array.dtype.kind not in "iuf":
+        example = show(values[0]) if values else "none"
+        raise ValueError(
+            f"folder must have inputs of numbers, or texts, of one length, got {folder!r} with "
+            f"inputs such as {example}. Read words yourself, and give their tokens to from_lists."
+        )
+    return array
+
+
+def _classes(folder: str, values: list[Any]) -> Shaped[np.ndarray, "n"]:
+    """Return labels as numbers. The label of a text is a character."""
+    if values and all(isinstance(value, str) and len(value) == 1 for value in values):
+        return _characters("".join(values))
+    return _of_one_shape(folder, values)
+
+
+def _characters(text: str) -> Shaped[np.ndarray, "L"]:
+    """Return the numbers of characters."""
+    found = [LEAF_CHARACTERS.find(character) for character in text]
+    return np.array([_SPACE if number < 0 else number for number in found], np.int32)

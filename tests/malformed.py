@@ -186,6 +186,8 @@ BAD: dict[str, list[Any]] = {
     "scales": [None, "0.5", {}, object(), [], [-1.0], [NAN], [INF], ["a"], [1j], [0.5, 0.5]],
     "decays": [None, "0.5", {}, object(), [], [-1.0], [NAN], [INF], ["a"], [1.0], [0.5, 0.5]],
     "kinds": [None, 3, "poisson", {}, object(), (), ("none",), [0.5], [None]],
+    "mechanisms": [None, 3, "mine", object(), {"mine": 3}, {3: Mechanism()}, {"poisson": Mechanism()}],
+    "plans": [*NO_CLASSES, (), [None], "plan", [MODEL]],
     "liars": [None, 3.5, "01", {}, object(), [-1], [0.5], ["a"], [NAN]],
     "quiet": [*NO_NOISE, 1.0],
     "function": [None, 3, "f", object(), [], 0.5],
@@ -344,6 +346,7 @@ TOKENS = {
 }  # fmt: skip
 MECHANISM = Mechanism(clip=1.0, noise_multiplier=1.0)
 LEDGER = privacy.planned_ledger(MECHANISM, 2, 2)
+PLANS = privacy.plan(clients=4, cohort=2, rounds=2, noise_multiplier=2.0, kinds=("poisson",))
 PLAN = {"delta": (1e-5, "probability?"), "accountant": ("rdp", "choice")}
 TARGETED = {"clip": (1.0, "bound"), "sampling": (Full(), "sampling")}
 IMPACTS = {
@@ -650,7 +653,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "plan": (privacy.plan, {
         "clients": (4, "count"), "cohort": (2, "count"), "rounds": (2, "count"), "epsilon": (2.0, "positive"),
         "noise_multiplier": (None, "quiet?"), "delta": (None, "probability?"),
-        "kinds": (("poisson", "separated"), "kinds"),
+        "kinds": (("poisson", "separated"), "kinds"), "mechanisms": ({}, "mechanisms"),
         "stateful": (False, "flag"), "participations": (None, "count?"), "separation": (None, "count?"),
         "progress": (False, "flag"),
     }),
@@ -702,6 +705,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
         "terms": (Terms(), "terms"), "dp_sgd": (None, "dp_sgd?"), "randomness": ("seed", "choice"),
         "paired": (False, "flag"), "stateful": (False, "flag"),
     }),
+    "write_plan": (jaxfl.write_plan, {"plans": (PLANS, "plans"), "path": ("plan.html", "path")}),
     "write_report": (jaxfl.write_report, {"folder": (RUN_FOLDER.name, "run folder")}),
     "format_statement": (privacy.format_statement, {
         "statement": (privacy.privacy_statement(LEDGER, MECHANISM, 2), "statement"), "markdown": (False, "flag"),

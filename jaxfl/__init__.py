@@ -12,6 +12,7 @@ from jaxfl.run.comparison import Comparison
 from jaxfl.run.evaluate import evaluate
 from jaxfl.run.flags import configure
 from jaxfl.run.page import write_report
+from jaxfl.run.plan_page import write_plan
 from jaxfl.run.recorder import Result
 from jaxfl.run.simulate import simulate, sweep
 from jaxfl.tasks import Metric, Task
@@ -50,5 +51,6 @@ __all__ = [
     "spread",
     "sweep",
     "tasks",
+    "write_plan",
     "write_report",
 ]

@@ -13,6 +13,7 @@ import pathlib
 import platform
 import re
 import sys
+import textwrap
 import time
 import types
 from collections.abc import Callable, Iterable
@@ -38,6 +39,8 @@ from jaxfl.engine.program import compile_rounds, initialize
 from jaxfl.files import cache_folder
 from jaxfl.local import LocalSGD
 from jaxfl.models import lenet
+from jaxfl.privacy import planning
+from jaxfl.privacy.sampling import NEEDS
 from jaxfl.run import signals
 from jaxfl.run.report import run_folder
 from jaxfl.run.simulate import simulate
@@ -272,10 +275,12 @@ def plan(
     epsilon: float | None = None,
     noise_multiplier: float | None = None,
     delta: float | None = None,
+    kinds: tuple[planning.Kind, ...] = planning.KINDS,
     stateful: bool = False,
     participations: int | None = None,
     separation: int | None = None,
     as_json: bool = False,
+    report: pathlib.Path | None = None,
 ) -> None:
     """Compare mechanisms for a deployment. The one with the least noise in the model comes first.
 
@@ -287,12 +292,14 @@ def plan(
         noise_multiplier: Std of the noise on a sum divided by the clip bound, which determines
             epsilon.
         delta: Failure probability (default: min(1e-5, 1 / (10 N))).
+        kinds: Kinds to compare, such as: poisson "fixed size" separated.
         stateful: Clients keep a state between rounds.
         participations: Most rounds of a client, which the server enforces (default: those of the
             sampler).
         separation: Fewest rounds from one participation of a client to its next, which the server
             enforces (default: those of the sampler).
         as_json: Print JSON instead of a table.
+        report: HTML file to write, a page for a review board.
     """
     deployment: dict[str, Any] = {"clients": clients, "cohort": cohort, "rounds": rounds}
     for name, value in deployment.items():
@@ -304,6 +311,7 @@ def plan(
         epsilon=epsilon,
         noise_multiplier=noise_multiplier,
         delta=delta,
+        kinds=kinds,
         stateful=stateful,
         participations=participations,
         separation=separation,
@@ -312,6 +320,7 @@ def plan(
     rows = [
         {
             "mechanism": row.kind,
+            "needs": ", ".join(row.needs),
             "bands": getattr(row.mechanism, "bands", 1),
             "noise multiplier": row.noise_multiplier,
             "epsilon, PLD": row.pld.value,
@@ -320,15 +329,21 @@ def plan(
         }
         for row in found
     ]
+    if report is not None:
+        print(jaxfl.write_plan(found, report), file=sys.stderr)
     if as_json:
         values = {"delta": found[0].delta, "mechanisms": rows}
         print(json.dumps(values, indent=1))
         return
     delta = found[0].delta
     title = f"{clients} clients, {cohort} in a round, {rounds} rounds, delta {delta:.3g}"
-    cells = ([_as_text(value) for value in row.values()] for row in rows)
-    _print_table(title, rows[0], cells)
+    # All columns would exceed a terminal of 80.
+    names = [name for name in rows[0] if name != "epsilon, RDP"]
+    cells = ([_as_text(row[name]) for name in names] for row in rows)
+    _print_table(title, names, cells)
     print("Epsilon covers a client's data (zero-out), for observers of sums and models.")
+    for need in dict.fromkeys(need for row in found for need in row.needs):
+        print(textwrap.fill(f"{need}: {NEEDS[need]}", 80, subsequent_indent="  "))
 
 
 def data(name: str = "all", /) -> None:

@@ -55,6 +55,20 @@ def test_plan_takes_the_limits_of_a_server(monkeypatch, capsys):
     assert told == [each.noise_multiplier for each in found]
 
 
+def test_plan_writes_a_page_for_a_review_board(monkeypatch, capsys, tmp_path):
+    words = ["plan", "--clients", "2000", "--cohort", "100", "--rounds", "20", "--epsilon", "2"]
+    page = tmp_path / "reviews" / "plan.html"
+    kinds = ["--kinds", "fixed size", "separated"]
+    table = command(monkeypatch, capsys, *words, *kinds, "--report", str(page))
+    assert "hidden draw" in table
+    assert "poisson" not in table
+    found = privacy.plan(
+        clients=2000, cohort=100, rounds=20, epsilon=2.0, kinds=("fixed size", "separated")
+    )
+    written = page.read_text(encoding="utf-8")
+    assert jaxfl.write_plan(found, tmp_path / "own.html").read_text(encoding="utf-8") == written
+
+
 def test_data_that_are_absent_are_told_how_to_get(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("JAXFL_DATA_DIR", str(tmp_path))
     listed = command(monkeypatch, capsys, "data")

@@ -557,11 +557,6 @@ def calibrate(
         )
     scale = np.ones(1) if shape is None else np.asarray(shape, float)
     base = Mechanism(clip=1.0, sampling=sampling) if mechanism is None else mechanism
-    if base.clients_noisy:
-        raise ValueError(
-            f"mechanism must have no noise by its clients, got {base!r}. "
-            "Let the server add the noise, or use calibrate_upload."
-        )
     weighed = len(base.weight_table)
     if weighed not in (1, rounds):
         raise ValueError(
@@ -576,6 +571,23 @@ def calibrate(
         limits: dict[str, Any] = {"participations": participations, "separation": separation}
         return planned_exposure(probe, clients, rounds, stateful=stateful, **limits)
 
+    exposure = check_scales("mechanism", base, exposed)
+    return needed_noise(exposure, epsilon, failure_probability(delta, clients), accountant)
+
+
+def check_scales(name: str, mechanism: Mechanism, exposed: Callable[[float], Exposure]) -> Exposure:
+    """Require a mechanism whose epsilon follows from its multiplier, and return its exposure at 1.
+
+    Args:
+        name: Name of the argument that is the mechanism.
+        mechanism: The mechanism.
+        exposed: Function from a multiplier to what a run at this multiplier exposes.
+    """
+    if np.any(mechanism.client_noise):
+        raise ValueError(
+            f"{name} must have no noise by its clients, got {mechanism!r}. "
+            "Let the server add the noise, or use calibrate_upload."
+        )
     exposure = exposed(1.0)
     view = exposure.view
     # Twice the noise must give twice the multipliers, else no factor on the noise can be found.
@@ -584,10 +596,11 @@ def calibrate(
     )
     if not scales:
         raise ValueError(
-            "mechanism must have an epsilon that follows from noise_multiplier, got "
-            f"{base!r} ({view.silent}). Give a mechanism whose noise_multiplier sets its noise."
+            f"{name} must have an epsilon that follows from noise_multiplier, got "
+            f"{mechanism!r} ({view.silent}). "
+            "Give a mechanism whose noise_multiplier sets its noise."
         )
-    return needed_noise(exposure, epsilon, failure_probability(delta, clients), accountant)
+    return exposure
 
 
 @checked(epsilon=check_budget, delta=probability)

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -11,19 +11,19 @@ from jaxtyping import Float
 from rich.console import Console
 from rich.progress import Progress
 
-from jaxfl._validate import at_least_0, check_count, checked, probability, show
+from jaxfl._validate import at_least_0, check_count, check_instance, checked, probability, show
 from jaxfl.privacy.accountants import failure_probability, least_epsilon
 from jaxfl.privacy.accounting import (
     Epsilon,
     Exposure,
     check_budget,
+    check_scales,
     needed_noise,
     planned_exposure,
     rough_noise,
     tightest,
 )
 from jaxfl.privacy.mechanisms import BandedNoise, BLTNoise, Mechanism, blt
-from jaxfl.privacy.mechanisms.correlated import CorrelatedNoise
 from jaxfl.privacy.sampling import (
     MOST_BINS,
     BallsInBins,
@@ -31,13 +31,15 @@ from jaxfl.privacy.sampling import (
     FixedSize,
     MinSeparation,
     Poisson,
+    limited,
 )
 
-Kind = Literal["poisson", "fixed size", "balls in bins", "banded", "separated", "blt"]
+Kind = Literal["poisson", "fixed size", "balls in bins", "any cohort", "banded", "separated", "blt"]
 """Kinds of mechanisms that `plan` compares.
 
-The first three are independent noise under three samplers. "banded" is banded noise under cyclic
-Poisson sampling. "separated" and "blt" are banded and buffered noise at minimum separation.
+The first three are independent noise under three samplers. "any cohort" is independent noise
+without amplification, whoever takes part. "banded" is banded noise under cyclic Poisson sampling.
+"separated" and "blt" are banded and buffered noise at minimum separation.
 """
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -46,8 +48,11 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 _CYCLES = (2, 4, 8, 16, 32, 64)
 """Numbers of rounds in a cycle that `plan` tries."""
 
-_KNOWN: tuple[Kind, ...] = ("separated", "blt")
+_KNOWN: tuple[Kind, ...] = ("any cohort", "separated", "blt")
 """Kinds whose guarantee rests on no coins."""
+
+_NONE: dict[str, Mechanism] = {}
+"""No mechanisms of one's own."""
 
 _BUFFERS = 3
 """Number of buffers of "blt"."""
@@ -59,7 +64,8 @@ _MOST_CORRELATED = 100_000
 class Plan(NamedTuple):
     """Mechanism for a deployment, its epsilon and its error."""
 
-    kind: Kind
+    kind: str
+    """Kind of the mechanism, or the name of a mechanism of your own."""
     mechanism: Mechanism
     """Mechanism with a clip bound of 1. Set your bound by `dataclasses.replace`."""
     clients: int
@@ -90,6 +96,20 @@ class Plan(NamedTuple):
         """Smaller one of the two bounds."""
         return min(self.pld.value, self.rdp.value)
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What the epsilon asks of the deployment, as keys of `jaxfl.privacy.sampling.NEEDS`."""
+        sampling = self.mechanism.sampling
+        found = limited(sampling, self.rounds, self.participations, self.separation).needs(
+            self.stateful
+        )
+        if self.separation is not None and sampling.gap <= self.separation:
+            # The server's limit keeps clients as far apart as groups would.
+            found = tuple("limits" if need == "groups" else need for need in found)
+        elif "limits" in found and sampling.gap > 1:
+            found = ("groups", *found)
+        return found or ("nothing",)
+
     def over_delta(self, deltas: Sequence[float]) -> Float[np.ndarray, "n"]:
         """Return epsilon at other deltas."""
         return np.array([self._after(self.rounds, delta) for delta in deltas])
@@ -117,7 +137,30 @@ def _check_kinds(name: str, value: Any) -> tuple[Kind, ...]:
     return tuple(dict.fromkeys(value))
 
 
-@checked(epsilon=check_budget, noise_multiplier=at_least_0, delta=probability, kinds=_check_kinds)
+def _check_mechanisms(name: str, value: Any) -> dict[str, Mechanism]:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise TypeError(
+            f"{name} must be a dict from names to mechanisms, got {show(value)}. "
+            "Give for instance {'mine': mechanism}."
+        )
+    taken = [key for key in value if key in KINDS]
+    if taken:
+        raise ValueError(
+            f"{name} must have other names than the kinds {KINDS}, got {show(value)} with {taken}. "
+            "Give other names."
+        )
+    return {
+        key: check_instance(f"{name}[{key!r}]", own, (Mechanism,)) for key, own in value.items()
+    }
+
+
+@checked(
+    epsilon=check_budget,
+    noise_multiplier=at_least_0,
+    delta=probability,
+    kinds=_check_kinds,
+    mechanisms=_check_mechanisms,
+)
 def plan(
     *,
     clients: int,
@@ -127,6 +170,7 @@ def plan(
     noise_multiplier: float | None = None,
     delta: float | None = None,
     kinds: Sequence[Kind] = KINDS,
+    mechanisms: Mapping[str, Mechanism] = _NONE,
     stateful: bool = False,
     participations: int | None = None,
     separation: int | None = None,
@@ -139,6 +183,9 @@ def plan(
     of correlated noise it is :math:`\frac{z}{m} \|A S^{-1}\|_F / \sqrt{T}`. Clipping, heterogeneity
     and the server's optimizer are ignored.
 
+    The order does not say which mechanism a deployment can run. `Plan.needs` does: most deployments
+    cannot keep cohorts secret, and then only kinds that need "groups", "limits" or "nothing" count.
+
     Args:
         clients: N, the number of clients.
         cohort: m, the mean number of participants of a round.
@@ -148,10 +195,14 @@ def plan(
         delta: Failure probability. None stands for min(1e-5, 1 / (10 N)).
         kinds: Kinds to compare. "banded" and "separated" take the best cycle of 2 to 64 rounds
             whose groups hold a cohort. Correlated noise is left out beyond 100,000 rounds.
+        mechanisms: Further mechanisms by name, such as one of your own, each with its sampler,
+            whose cohorts must have m participants on average. Their clip bounds and noise are not
+            read. The noise that they leave follows from `Mechanism.error`.
         stateful: Whether clients keep a state from round to round (see `epsilon`).
         participations: k, the most rounds of a client, which the server enforces. None leaves it to
-            the sampler. A limit, also that of `separation`, leaves only "separated" and "blt": the
-            other kinds rest on independent coins, which a limit makes dependent (see `calibrate`).
+            the sampler. A limit, also that of `separation`, leaves only "any cohort", "separated"
+            and "blt": the other kinds rest on independent coins, which a limit makes dependent (see
+            `calibrate`).
         separation: b, the fewest rounds from one participation of a client to its next, which the
             server enforces. None leaves it to the sampler.
         progress: Whether to show a bar on the terminal's standard error.
@@ -170,7 +221,7 @@ def plan(
         )
     delta = failure_probability(delta, clients)
     limits: dict[str, Any] = {"participations": participations, "separation": separation}
-    limited = participations is not None or separation is not None
+    has_limits = participations is not None or separation is not None
     if separation is not None and separation * cohort > clients:
         raise ValueError(
             f"separation must be at most {clients // cohort}, as often as cohorts of {cohort} fit "
@@ -178,7 +229,9 @@ def plan(
         )
 
     def error(mechanism: Mechanism, z: float) -> float:
-        return z / mechanism.sampling.expected(clients) * noise_error(mechanism, rounds)
+        weights = mechanism.weight_table
+        share = np.max(weights.max(axis=1) / weights.mean(axis=1))
+        return float(z * share / mechanism.sampling.expected(clients) * mechanism.error(rounds))
 
     def exposed(mechanism: Mechanism) -> Exposure:
         return planned_exposure(mechanism, clients, rounds, stateful=stateful, **limits)
@@ -220,7 +273,7 @@ def plan(
             step()
         return found
 
-    def priced(kind: Kind, mechanism: Mechanism, z: float) -> Plan:
+    def priced(kind: str, mechanism: Mechanism, z: float) -> Plan:
         bounds = exposed(mechanism).scaled(z).epsilons(clients, delta)
         return Plan(
             kind=kind,
@@ -236,17 +289,20 @@ def plan(
             **limits,
         )
 
-    compared: list[Kind] = [kind for kind in kinds if not limited or kind in _KNOWN]
-    candidates = {
+    compared: list[Kind] = [kind for kind in kinds if not has_limits or kind in _KNOWN]
+    candidates: dict[str, list[Mechanism]] = {
         kind: _candidates(kind, clients, cohort, rounds, participations, separation)
         for kind in compared
     }
+    for name, own in mechanisms.items():
+        _check_fits_plan(f"mechanisms[{name!r}]", own, clients, cohort, exposed)
+        candidates[name] = [dataclasses.replace(own, clip=1.0, noise_multiplier=1.0)]
     with _planning_bar(sum(map(len, candidates.values())), progress) as step:
         found = {kind: best(mechanisms, step) for kind, mechanisms in candidates.items()}
         plans = [priced(kind, *chosen) for kind, chosen in found.items() if chosen is not None]
     if not plans:
         under = ""
-        if limited:
+        if has_limits:
             under = f" under participations={participations}, separation={separation}"
         raise ValueError(
             f"kinds must have one that fits cohort={cohort} of clients={clients}{under}, "
@@ -265,17 +321,26 @@ def _planning_bar(steps: int, show: bool) -> Iterator[Callable[[], None]]:
         yield lambda: bar.advance(line)
 
 
-def noise_error(mechanism: Mechanism, rounds: int) -> float:
-    """Return the root mean square of the noise in the prefix sums of a run, over z C.
-
-    It is the square root of (T + 1) / 2 for independent noise.
-
-    >>> round(noise_error(Mechanism(), 7), 6)
-    2.0
-    """
-    if not isinstance(mechanism, CorrelatedNoise):
-        return math.sqrt((rounds + 1) / 2)
-    return mechanism.error(rounds)
+def _check_fits_plan(
+    name: str,
+    mechanism: Mechanism,
+    clients: int,
+    cohort: int,
+    exposed: Callable[[Mechanism], Exposure],
+) -> None:
+    """Require cohorts as large as those of the plan, and noise that the multiplier sets."""
+    expected = mechanism.sampling.expected(clients)
+    if abs(expected - cohort) > 1:
+        raise ValueError(
+            f"{name}.sampling must draw {cohort} clients on average, the cohort of the plan, "
+            f"got {mechanism.sampling!r}, which draws {expected:.6g}. "
+            "Give another sampler or cohort."
+        )
+    check_scales(
+        name,
+        mechanism,
+        lambda z: exposed(dataclasses.replace(mechanism, clip=1.0, noise_multiplier=z)),
+    )
 
 
 @checked(noise_multiplier=at_least_0, delta=probability)
@@ -367,6 +432,8 @@ def _candidates(
     if kind == "balls in bins":
         bins = round(clients / cohort)
         return [Mechanism(**base, sampling=BallsInBins(bins))] if bins <= MOST_BINS else []
+    if kind == "any cohort":
+        return [Mechanism(**base, sampling=MinSeparation(cohort, 1))]
     if rounds > _MOST_CORRELATED:
         return []
     if kind == "banded":

@@ -58,6 +58,21 @@ def _rate_threshold(rate: Number) -> tuple[Any, Any]:
     return np.uint32(high), np.uint32(low)
 
 
+NEEDS = {
+    "hidden coins": "In every round the server draws each client by an independent secret coin, "
+    "and no observer learns who took part.",
+    "hidden draw": "In every round the server draws the cohort uniformly and anew, no observer "
+    "learns who took part, and clients keep no state.",
+    "each once": "Every client takes part exactly once in each epoch, in a round that is drawn "
+    "uniformly and in secret.",
+    "groups": "A public rule divides the clients into groups that take turns, so that a client's "
+    "rounds are far apart. A group's members must be available in its rounds.",
+    "limits": "The server enforces the stated limits on how often and how soon a client returns.",
+    "nothing": "The guarantee holds whoever takes part, also if cohorts are known.",
+}
+"""Needs of samplers, and what each one asks of a deployment."""
+
+
 class Sampling:
     """Rule that draws the participants of each round.
 
@@ -127,6 +142,17 @@ class Sampling:
         """Return the sampler's entry in a privacy statement."""
         raise NotImplementedError
 
+    def needs(self, stateful: bool = False) -> tuple[str, ...]:
+        """Return what an epsilon under this sampler asks of a deployment, as keys of `NEEDS`.
+
+        It is empty if the epsilon holds whoever takes part.
+
+        Args:
+            stateful: Whether clients keep a state.
+        """
+        del stateful
+        return ()
+
     def assumed(self, stateful: bool) -> list[str]:
         """Return the assumptions of the amplification theorem.
 
@@ -188,6 +214,11 @@ class Poisson(Sampling):
         """Return the kind and the rate."""
         return {"kind": "poisson", "rate": float(self.rate)}
 
+    def needs(self, stateful: bool = False) -> tuple[str, ...]:
+        """Return hidden coins, or nothing if every client takes part."""
+        del stateful
+        return _coins_below_one(self.rate)
+
 
 @checked()
 @dataclasses.dataclass(frozen=True)
@@ -228,6 +259,10 @@ class FixedSize(Sampling):
     def describe(self) -> dict[str, Any]:
         """Return the kind and the size."""
         return {"kind": "fixed size", "size": self.size}
+
+    def needs(self, stateful: bool = False) -> tuple[str, ...]:
+        """Return a hidden draw, or nothing for clients with a state, which it does not amplify."""
+        return () if stateful else ("hidden draw",)
 
     def assumed(self, stateful: bool) -> list[str]:
         """Return the assumption that clients keep no state."""
@@ -350,6 +385,11 @@ class CyclicPoisson(Sampling):
         """Return the kind, the rate and the groups."""
         return {"kind": "cyclic poisson", "rate": float(self.rate), "groups": self.groups}
 
+    def needs(self, stateful: bool = False) -> tuple[str, ...]:
+        """Return groups, and hidden coins unless all of a group take part."""
+        del stateful
+        return (*_coins_below_one(self.turn_rate), *_groups_above_one(self.groups))
+
 
 @checked(size=check_count, separation=check_count)
 @dataclasses.dataclass(frozen=True)
@@ -415,6 +455,11 @@ class MinSeparation(Sampling):
         """Return the kind, the size and the separation."""
         return {"kind": "minimum separation", "size": self.size, "separation": self.separation}
 
+    def needs(self, stateful: bool = False) -> tuple[str, ...]:
+        """Return groups, or nothing if there is only one."""
+        del stateful
+        return _groups_above_one(self.separation)
+
 
 MOST_BINS = 2**16
 """Most bins of `BallsInBins`. Products of two remainders then fit in 32 bits."""
@@ -479,6 +524,19 @@ class BallsInBins(Sampling):
     def describe(self) -> dict[str, Any]:
         """Return the kind and the bins."""
         return {"kind": "balls in bins", "bins": self.bins}
+
+    def needs(self, stateful: bool = False) -> tuple[str, ...]:
+        """Return one participation in each epoch."""
+        del stateful
+        return ("each once",)
+
+
+def _coins_below_one(rate: Number) -> tuple[str, ...]:
+    return ("hidden coins",) if rate < 1 else ()
+
+
+def _groups_above_one(groups: int) -> tuple[str, ...]:
+    return ("groups",) if groups > 1 else ()
 
 
 @functools.cache
@@ -559,6 +617,11 @@ class Limited(Sampling):
         """Return what is known of a client's rounds: their number and their gap."""
         most = rounds if self.participations is None else self.participations
         return Turns(clients, rounds, self.separation, most)
+
+    def needs(self, stateful: bool = False) -> tuple[str, ...]:
+        """Return that the server must keep the limits."""
+        del stateful
+        return ("limits",)
 
     def view(self, noise: SumNoise) -> View:
         """Return Gaussians with the k least multipliers of blocks of b rounds.

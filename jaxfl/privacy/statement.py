@@ -32,7 +32,10 @@ Randomness = Literal["seed", "secret"]
 _LINE_WIDTH = 80
 """Characters in a line of a statement."""
 
-_OBSERVERS: dict[Observer, tuple[str, str]] = {
+UNIT = "client: all of one client's data, over the whole run"
+"""What an epsilon of a client protects."""
+
+OBSERVERS: dict[Observer, tuple[str, str]] = {
     "aggregate": (
         "noisy sums and broadcasts (participation hidden)",
         "zero-out: the client's clipped update is replaced by zero, and the number of clients is "
@@ -45,7 +48,7 @@ _OBSERVERS: dict[Observer, tuple[str, str]] = {
 }
 """What each observer sees, and the adjacency of the guarantee against it."""
 
-_NOT_COVERED = (
+NOT_COVERED = (
     "reported accuracies and losses, and per-client results or personal parts that are published",
     "everything else in a run's folder: cohort sizes, update norms, shares clipped and training "
     'losses in metrics.jsonl, participations in per_client.npz (report="public" leaves these '
@@ -62,7 +65,7 @@ _NOT_COVERED = (
 )
 """What no epsilon covers, whatever the method."""
 
-_PRECISION = {
+PRECISION = {
     "float": "finite precision: the noise is float32 Gaussian, whose rounding can distinguish "
     "neighbouring datasets, and whose tails are cut at about 5 standard deviations",
     "grid": "the rest of finite precision: updates and noise lie on one grid, so that rounding is "
@@ -173,7 +176,7 @@ def privacy_statement(
         better = default_delta(counted)
         warnings.insert(0, _LARGE_DELTA.format(of_example, "examples", "example", better))
     return {
-        "unit": "client: all of one client's data, over the whole run",
+        "unit": UNIT,
         "delta": delta,
         "clients": clients,
         "rounds": len(ledger.participants),
@@ -193,8 +196,8 @@ def privacy_statement(
         "warnings": warnings,
         "assumed": _assumed(mechanism, randomness, stateful),
         "not_covered": [
-            *_NOT_COVERED,
-            _PRECISION[mechanism.noise],
+            *NOT_COVERED,
+            PRECISION[mechanism.noise],
             *_precision_of_steps(mechanism, dp_sgd),
         ],
     }
@@ -408,7 +411,7 @@ def _honest(
         return dict.fromkeys(BOTH, no_epsilon(ledger.participants.shape[1], broken))
 
     bounds: dict[Observer, dict[str, Mapping[Accountant, Epsilon]]] = {}
-    for observer in _OBSERVERS:
+    for observer in OBSERVERS:
         total = account(observer=observer)
         # For uploads, client and example coincide.
         example = account(observer=observer, unit="example") if observer == "aggregate" else total
@@ -434,7 +437,7 @@ def _observer(
     Sums are post-processing of uploads and inherit their guarantees. A replace-one bound also
     bounds zero-out.
     """
-    sees, adjacency = _OBSERVERS[observer]
+    sees, adjacency = OBSERVERS[observer]
     least = {key: tightest(both) for key, both in bounds[observer].items()}
     # `running_epsilon` takes the same minimum.
     for key, both in bounds["upload"].items():

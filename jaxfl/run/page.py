@@ -1,6 +1,7 @@
 """Page about a run, a sweep or a comparison, made from the files in its folder.
 
-The template `page.html` has the markup, and escapes what this module collects.
+The template `page.html` has the markup, and escapes what this module collects. Its parts that other
+pages have too are in `shared.html`.
 """
 
 import contextlib
@@ -68,32 +69,33 @@ def write_report(folder: str | os.PathLike) -> pathlib.Path:
             "Give the folder of a run, a sweep or a comparison."
         )
     with replacing(path / report.PAGE) as temporary:
-        temporary.write_text(_template().render(values), encoding="utf-8")
+        temporary.write_text(load_template("page.html").render(values), encoding="utf-8")
     return path / report.PAGE
 
 
 @functools.cache
-def _template() -> Any:
-    """Return the template of all pages, with the functions that it calls."""
+def load_template(name: str) -> Any:
+    """Return a template in this folder, with the functions that it calls."""
     # Most programs write no page, so that they need not import jinja2.
     import jinja2
 
-    template = jinja2.Template(
-        pathlib.Path(__file__).with_suffix(".html").read_text(encoding="utf-8"),
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(pathlib.Path(__file__).parent),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    template.globals.update(
-        flattened=_flattened,
-        guarantees=_guarantees,
-        in_short=_in_short,
-        is_finite=_is_finite,
-        plots=plots,
-        statement_lines=statement_lines,
-    )
-    return template
+    functions: dict[str, Any] = {
+        "flattened": _flattened,
+        "guarantees": _guarantees,
+        "in_short": _in_short,
+        "is_finite": _is_finite,
+        "plots": plots,
+        "statement_lines": statement_lines,
+    }
+    environment.globals.update(functions)
+    return environment.get_template(name)
 
 
 def _collect_run(folder: pathlib.Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Plans against the closed form of the Gaussian, other accountants' numbers, and what they say of themselves."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -13,15 +14,24 @@ from dp_accounting import (
 from dp_accounting.pld import PLDAccountant
 
 from jaxfl.privacy import (
+    BallsInBins,
+    BandedNoise,
+    CyclicPoisson,
+    FixedSize,
+    Full,
     Mechanism,
+    Median,
+    MinSeparation,
     Poisson,
+    PrivateMask,
     epsilon,
     largest_cohort,
     most_rounds,
     plan,
     planned_ledger,
 )
-from jaxfl.privacy.planning import KINDS, noise_error
+from jaxfl.privacy.planning import KINDS
+from jaxfl.privacy.sampling import NEEDS
 
 SMALL = {"clients": 1000, "cohort": 50, "rounds": 60}
 
@@ -40,13 +50,11 @@ def test_every_plan_keeps_the_budget_and_the_best_comes_first(plans):
         assert each.delta == 1e-5
         stated = epsilon(planned_ledger(each.mechanism, 1000, 60), each.mechanism)
         assert stated.value == pytest.approx(each.epsilon)
-        assert each.error == pytest.approx(
-            each.noise_multiplier / 50 * noise_error(each.mechanism, 60)
-        )
+        assert each.error == pytest.approx(each.noise_multiplier / 50 * each.mechanism.error(60))
 
 
 def test_noise_on_the_model_is_that_of_prefix_sums():
-    assert noise_error(Mechanism(), 60) == pytest.approx(
+    assert Mechanism().error(60) == pytest.approx(
         np.linalg.norm(np.tril(np.ones((60, 60)))) / math.sqrt(60)
     )
 
@@ -143,3 +151,106 @@ def test_more_bins_than_can_be_drawn_are_left_out():
         clients=10**6, cohort=10, rounds=1, noise_multiplier=1.0, kinds=("poisson", "balls in bins")
     )
     assert [each.kind for each in found] == ["poisson"]
+
+
+def test_needs_name_what_an_epsilon_rests_on(plans):
+    needs = {each.kind: each.needs for each in plans}
+    assert needs == {
+        "poisson": ("hidden coins",),
+        "fixed size": ("hidden draw",),
+        "balls in bins": ("each once",),
+        "any cohort": ("nothing",),
+        "banded": ("hidden coins", "groups"),
+        "separated": ("groups",),
+        "blt": ("groups",),
+    }
+    known = {need for each in needs.values() for need in each} | {"limits"}
+    assert known == {*NEEDS}
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Full(),
+        Poisson(0.5),
+        FixedSize(5),
+        CyclicPoisson(0.1, 5),
+        MinSeparation(2, 4),
+        BallsInBins(2),
+    ],
+)
+def test_a_sampler_without_needs_amplifies_nothing(sampling):
+    """Without hidden coins or a hidden draw the view is that of plain Gaussians, and conversely."""
+    mechanism = Mechanism(clip=1.0, noise_multiplier=2.0, sampling=sampling)
+    for stateful in (False, True):
+        view = mechanism.view(planned_ledger(mechanism, 10, 4), "aggregate")
+        amplified = view.amplified
+        if stateful and amplified is not None and amplified.stateless:
+            amplified = None
+        secret = {"hidden coins", "hidden draw", "each once"} & {*sampling.needs(stateful)}
+        assert bool(secret) == bool(view.hidden.any() or amplified is not None)
+
+
+def test_limits_are_what_a_plan_under_limits_needs():
+    options = {"clients": 1000, "cohort": 20, "rounds": 60, "noise_multiplier": 4.0}
+    kinds = ("any cohort", "separated", "poisson")
+    by_separation = {each.kind: each.needs for each in plan(**options, kinds=kinds, separation=8)}
+    assert by_separation == {"any cohort": ("limits",), "separated": ("limits",)}
+    by_number = plan(**options, kinds=("separated",), participations=1)
+    assert by_number[0].needs == ("groups", "limits")
+    (whoever,) = plan(**options, kinds=("any cohort",), participations=9)
+    assert whoever.epsilon == pytest.approx(get_epsilon_gaussian(4 / 3, whoever.delta), rel=1e-3)
+
+
+def test_clients_with_a_state_gain_nothing_from_a_hidden_draw():
+    options = {"clients": 1000, "cohort": 10, "rounds": 50, "noise_multiplier": 2.0}
+    (found,) = plan(**options, kinds=("fixed size",), stateful=True)
+    (whoever,) = plan(**options, kinds=("any cohort",))
+    assert found.needs == ("nothing",)
+    assert found.epsilon == pytest.approx(whoever.epsilon)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Halved(Mechanism):
+    """A mechanism of one's own, half of whose noise cancels in the model."""
+
+    def error(self, rounds):
+        return super().error(rounds) / 2
+
+
+def test_a_mechanism_of_ones_own_leaves_the_error_that_it_states():
+    own = Halved(sampling=Poisson(0.05), weights=np.array([1.0, 3.0] * 500))
+    found = {
+        each.kind: each
+        for each in plan(**SMALL, epsilon=3.0, kinds=("poisson",), mechanisms={"mine": own})
+    }
+    mine, of_poisson = found["mine"], found["poisson"]
+    assert mine.noise_multiplier == pytest.approx(of_poisson.noise_multiplier, rel=2e-3)
+    # Half the noise, by the largest weight over the mean one.
+    assert mine.error == pytest.approx(of_poisson.error / 2 * 1.5, rel=2e-3)
+    assert isinstance(mine.mechanism, Halved)
+    assert mine.needs == ("hidden coins",)
+    banded = BandedNoise(bands=4, sampling=MinSeparation(50, 4))
+    again, _ = plan(**SMALL, noise_multiplier=2.0, kinds=["poisson"], mechanisms={"bands": banded})
+    assert again.kind == "bands"
+    assert again.error == pytest.approx(2 / 50 * banded.error(60))
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "message"),
+    [
+        (Mechanism(sampling=Poisson(0.5)), r"mechanisms\['mine'\].sampling must draw 50 clients"),
+        (Median(clip=1.0, sampling=FixedSize(50)), "Median takes neither noise nor weights"),
+        (
+            PrivateMask(sampling=FixedSize(50)),
+            r"mechanisms\['mine'\] must have an epsilon that follows from noise_multiplier",
+        ),
+        (
+            Mechanism(clip=1.0, client_noise=1.0, sampling=FixedSize(50)),
+            r"mechanisms\['mine'\] must have no noise by its clients",
+        ),
+    ],
+)
+def test_a_mechanism_that_fits_no_plan_is_refused(mechanism, message):
+    with pytest.raises(ValueError, match=message):
+        plan(**SMALL, epsilon=1.0, kinds=("poisson",), mechanisms={"mine": mechanism})

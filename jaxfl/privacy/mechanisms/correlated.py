@@ -71,11 +71,7 @@ class CorrelatedNoise(Mechanism):
         raise NotImplementedError
 
     def error(self, rounds: int) -> float:
-        """Return the root mean square of the noise in the prefix sums, over z C.
-
-        Args:
-            rounds: Number of rounds.
-        """
+        """Return the root mean square of the noise in the prefix sums, by the strategy."""
         return prefix_error(self.strategy(rounds))
 
     @property

@@ -363,6 +363,20 @@ class Mechanism:
         turns = self.sampling.turns(clients, rounds)
         return topped_up(Ledger(turns, noise, weights, multiplier, multiplier))
 
+    def error(self, rounds: int) -> float:
+        r"""Return the root mean square of the noise in the prefix sums of a run, over z C.
+
+        It is :math:`\sqrt{(T + 1) / 2}` for independent noise. A mechanism of your own whose noise
+        depends on earlier rounds returns its own.
+
+        Args:
+            rounds: T, the number of rounds.
+
+        >>> round(Mechanism().error(7), 6)
+        2.0
+        """
+        return math.sqrt((rounds + 1) / 2)
+
     def describe(self, ledger: Ledger) -> list[str]:
         """Return sentences of a privacy statement about this mechanism.
 

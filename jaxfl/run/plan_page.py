@@ -1,0 +1,105 @@
+"""Page about a plan, for those who must judge a deployment before it runs.
+
+The template `plan_page.html` has the markup, and escapes what this module collects.
+"""
+
+import importlib.metadata
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from jaxfl._validate import check_path, checked, show
+from jaxfl.files import replacing
+from jaxfl.privacy.planning import Plan
+from jaxfl.privacy.sampling import NEEDS
+from jaxfl.privacy.statement import NOT_COVERED, OBSERVERS, PRECISION, UNIT
+from jaxfl.run.page import load_template
+
+_PACKAGES = ("jaxfl", "dp-accounting", "numpy", "scipy")
+"""Packages whose versions decide the numbers."""
+
+
+def _check_plans(name: str, value: Any) -> list[Plan]:
+    plans = list(value) if isinstance(value, Sequence) else []
+    if not plans or not all(isinstance(each, Plan) for each in plans):
+        raise TypeError(
+            f"{name} must be plans, got {show(value)}. Give the result of jaxfl.privacy.plan."
+        )
+    if len({_deployment(each) for each in plans}) > 1:
+        raise ValueError(
+            f"{name} must be of one deployment, got several. Give the result of one call of "
+            "jaxfl.privacy.plan."
+        )
+    return plans
+
+
+@checked(plans=_check_plans, path=check_path)
+def write_plan(plans: Sequence[Plan], path: str | os.PathLike) -> pathlib.Path:
+    """Write a plan as a page for a review board, and return the path of the page.
+
+    The page is one file without scripts, and needs no network. It says what is protected against
+    whom, which epsilon each mechanism has by which theorem, what each epsilon asks of the
+    deployment, and what no epsilon covers.
+
+    Args:
+        plans: Result of `jaxfl.privacy.plan`.
+        path: Path of the HTML file, which is replaced if it exists.
+    """
+    page = pathlib.Path(path)
+    page.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(page) as temporary:
+        text = load_template("plan_page.html").render(_collect(plans))
+        temporary.write_text(text, encoding="utf-8")
+    return page
+
+
+def _deployment(each: Plan) -> tuple:
+    """Return the numbers that all plans of a call share."""
+    limits = each.participations, each.separation
+    return each.clients, each.rounds, each.delta, each.stateful, *limits
+
+
+def _collect(plans: Sequence[Plan]) -> dict[str, Any]:
+    """Collect what the page shows."""
+    first = plans[0]
+    sees, adjacency = OBSERVERS["aggregate"]
+    cohort = first.mechanism.sampling.expected(first.clients)
+    facts = {
+        "clients": first.clients,
+        "participants of a round, on average": cohort,
+        "rounds": first.rounds,
+        "most participations of a client": first.participations,
+        "fewest rounds from one participation to the next": first.separation,
+        "clients keep a state": "yes" if first.stateful else "no",
+    }
+    needed = dict.fromkeys(need for each in plans for need in each.needs)
+    precision = dict.fromkeys(PRECISION[each.mechanism.noise] for each in plans)
+    return {
+        "title": f"Privacy plan for {first.clients:,} clients",
+        "delta": first.delta,
+        "rounds": first.rounds,
+        "clients": first.clients,
+        "cohort": cohort,
+        "protected": {"unit": UNIT, "observer": sees, "adjacency": adjacency},
+        "facts": {name: value for name, value in facts.items() if value is not None},
+        "rows": [_row(each) for each in plans],
+        "needs": {need: NEEDS[need] for need in needed},
+        "not_covered": [*NOT_COVERED, *precision],
+        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
+    }
+
+
+def _row(each: Plan) -> list[Any]:
+    """Return a plan's line in the table of mechanisms."""
+    tightest = min(each.pld, each.rdp, key=lambda bound: bound.value)
+    sampling = " ".join(str(value) for value in each.mechanism.sampling.describe().values())
+    return [
+        each.kind,
+        ", ".join(each.needs),
+        tightest.value,
+        tightest.theorem,
+        each.noise_multiplier,
+        each.error,
+        f"{type(each.mechanism).__name__}, {sampling}",
+    ]

@@ -28,6 +28,7 @@ import jaxfl
 from jaxfl import LocalSGD, algorithms, callbacks, data, models, privacy, tasks
 from jaxfl._validate import check_optional, unchecked
 from jaxfl.algorithms.pdp_fl import Budgets
+from jaxfl.models.saved import save_models
 from jaxfl.privacy import DPSGD, Canaries, Full, Mechanism, Poisson
 from jaxfl.tasks import Task
 from jaxfl.types import Model, Terms
@@ -44,10 +45,26 @@ METHOD = algorithms.fedavg(MODEL)
 RESULT: Any = jaxfl.Result(METHOD.init(KEY, 2)[0], (), [], {}, {}, LEDGER, {})
 LOGGED = types.SimpleNamespace(log=print, log_metrics=print)
 MEANS = data.Encoder("means", "1", 3, dict, lambda weights, x: x.mean((1, 2)))
+FRAME = {"age": [41.0, None, 60.0, 30.0], "ward": ["x", "y", "y", ""], "sick": [0, 1, 1, 0]}
+PLANS = privacy.plan(clients=4, cohort=2, rounds=2, noise_multiplier=2.0, kinds=("poisson",))
+LEAF = tempfile.mkdtemp()
+pathlib.Path(LEAF, "all.json").write_text('{"user_data": {"a": {"x": [[0.5]], "y": [0]}}}')
+
+
+class _Stored(dict):
+    """A dataset on disk, of which only columns are read."""
+
+    column_names = property(list)
+
+
+STORED = _Stored(who=[1, 2], x=[[0.5], [1.0]], y=[0, 1])
 RUN_FOLDER = tempfile.TemporaryDirectory()
 (pathlib.Path(RUN_FOLDER.name) / "metrics.jsonl").write_text(
     '{"round": 1, "accuracy": 0.5, "loss": 1.0}\n'
 )
+MODEL_FILE = pathlib.Path(RUN_FOLDER.name) / "model.safetensors"
+SAVED = jaxfl.TrainedModel(MODEL, MODEL.init(KEY), about={"clients": 2, "client": None})
+save_models(MODEL_FILE, [SAVED], SAVED.about)
 
 
 def of_pictures(pictures: np.ndarray) -> data.Dataset:
@@ -66,8 +83,10 @@ BUILT = [
 # Values that do not work.
 
 NAN, INF = math.nan, math.inf
+TEXT = np.array(["a"])
+NOTHING: dict = {}
 ODD = [
-    None, 1j, {1}, ..., {}, {"a": 1}, object(), np.datetime64("2020-01-01"), np.array(["a"]), np.array([None, 1], object),
+    None, 1j, {1}, ..., NOTHING, {"a": 1}, object(), np.datetime64("2020-01-01"), TEXT, np.array([None, 1], object),
     np.array(NAN),
 ]  # fmt: skip
 """What no argument takes, unless its annotation has None."""
@@ -83,6 +102,9 @@ NO_SHAPE = [
     8, "8x8", (8, 0, 1), (8, -1, 1), (8, 8.5, 1), (8, "8", 1), [[8]], (NAN, 8, 1), (True,), (8, 8), (8, 8, 1, 1),
 ]  # fmt: skip
 NO_LABELS = [3, "012", [0.5, 1.0], [-1, 0], [[0], [1]], ["a", "b"], [NAN, 1.0], [1j], [True, False]]
+NO_OWNERS = [
+    3, "012", [0.5, 1.0], [[0], [1]], [NAN, 1.0], [1j], [True, False], ["a", 1], [None, "a"], [b"a"],
+]  # fmt: skip
 NO_TARGETS = [
     3,
     "012",
@@ -91,12 +113,11 @@ NO_TARGETS = [
     [NAN, 1.0],
     [[INF], [1.0]],
     [1j],
-    [True, False],
     [[], []],
 ]
 NO_INPUTS = [
     3, "x", [["a"]], np.zeros(4), np.full((4, 2), NAN), np.full((4, 2), INF), np.zeros((4, 0, 2)), np.full((4, 2), 2**40),
-    np.zeros((4, 2), complex), np.zeros((4, 2), bool), np.full((4, 2), 1e300), [[1, 2], [3]],
+    np.zeros((4, 2), complex), np.full((4, 2), 1e300), [[1, 2], [3]],
 ]  # fmt: skip
 NO_KEYS = [-1, 2**32, True, 0.0, "key", np.zeros(2, np.uint32), jnp.zeros(3), (0, 1), jnp.uint32(0)]
 
@@ -239,7 +260,7 @@ KINDS: dict[str, Callable[..., Kind]] = {
     "_clients_in_lists": same(FEW, NO_CLASSES),
     "_check_population": same(CLIENTS, ["x", 0.5, [], np.zeros(3), MODEL]),
     "_check_validation": functools.partial(fraction, one=False),
-    "_check_methods": same({"one": jaxfl.Candidate(lambda: METHOD)}, [
+    "check_methods": same({"one": jaxfl.Candidate(lambda: METHOD)}, [
         *NO_CLASSES, {"a": algorithms.fedavg}, {1: 2}, {"a/b": 1},
     ]),
     "_check_epsilons": same((1.0,), [8.0, "1", [], [0.0], [-1.0], [NAN], ["a"], [1.0, 1.0], [None]]),
@@ -248,7 +269,7 @@ KINDS: dict[str, Callable[..., Kind]] = {
     ]),
     "check_ledger": same(LEDGER, [value for value in NO_CLASSES if value is not LEDGER]),
     "_check_statement": same(privacy.privacy_statement(LEDGER, MECHANISM, 2), [*NO_CLASSES, {"honest": 1}]),
-    "_check_data": same((INPUTS, LABELS, INPUTS, LABELS), [
+    "check_data": same((INPUTS, LABELS, INPUTS, LABELS), [
         *(value for value in NO_CLASSES if not isinstance(value, data.Dataset)), (np.zeros((4, 2)),),
     ]),
     "_check_texts": same([], [3, "to be", [1], ["a", None]]),
@@ -273,6 +294,21 @@ KINDS: dict[str, Callable[..., Kind]] = {
     "_check_percentile": same(50.0, [*NO_NUMBERS, -1.0, 100.0, INF]),
     "_check_threshold": same(0.5, [*NO_NUMBERS, 1.0, 2.0, INF]),
     "_steps": lambda length: Kind(None, ["1", 3.0, [], [NAN] * length, ["a"] * length, [1.0] * (length + 1)]),
+    "check_owners": same(LABELS, NO_OWNERS, [[2**40, -1, 2**63, 0], np.array([1, 2**63, 0, 0], np.uint64)]),
+    "_check_frame": same(FRAME, [*NO_CLASSES, {"a": 3}, {"a": "x"}, {3: [1]}, {"a": [1], "b": [1, 2]}, {"a": []}]),
+    "_check_token_lists": same([[1, 2]] * 4, [
+        3, "01", [], [[0.5]] * 4, [[-1]] * 4, [["a"]] * 4, [[[1]]] * 4, [[1, 2]] * 3,
+    ]),
+    "_check_vocabulary": same(None, [3, 0.5, [], [1], ["a", "a"], ""]),
+    "_check_splits": same({"train": STORED}, [*NO_CLASSES, {"train": 3}]),
+    "_check_tested": same(CLIENTS, [*(value for value in NO_CLASSES if not isinstance(value, data.Dataset))]),
+    "_check_rates": same(0.5, ["1", True, NAN, 0.0, -0.5, 1.5, INF, [], [0.0], [1.5], [NAN], [[0.5]], ["a"]]),
+    "_check_mechanisms": same({}, [3, "mine", {"mine": 3}, {3: Mechanism()}, {"poisson": Mechanism()}]),
+    "_check_plans": same(PLANS, [*NO_CLASSES, (), [None], "plan", [MODEL]]),
+    "_check_input_names": same(None, [3, "age", [], [3], ["none"]]),
+    "_check_test": same(None, ["x", [], print, 0.0, 1.0, 2, -0.5, NAN, {"a": 3}, {"a": [1], "b": [1, 2]}, {"a": [1]}]),
+    "_check_limits": same(None, [3, "age", ["age"], {"age": 3}, {"age": (1, 0)}, {"age": (0, INF)}, {3: (0, 1)}]),
+    "_check_categories": same(None, [3, "age", ["age"], {"age": 3}, {"age": []}, {"age": [1, 1]}, {3: [0]}]),
     "unchecked": same(MISSING, []),
 }  # fmt: skip
 """By the name of a check, what its arguments take."""
@@ -289,6 +325,7 @@ NO_PICTURES = [
     np.full((4, 2, 2), 1.5),
     np.zeros((4, 2, 2), int),
 ]
+NO_COLUMN = [3, 0.5, [], "none"]
 ONES = [np.int64(1), np.uint8(1), jnp.int32(1), np.array(1)]
 ROBUST = "Median", "TrimmedMean", "Krum"
 
@@ -304,7 +341,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "spread": {"rate": (0.1, 0.2)},
     "mlflow": {"library": LOGGED},
     "wandb": {"run": LOGGED},
-    "evaluate": {"server": RESULT.server},
+    "evaluate": {"server": RESULT.server, "key": KEY, "rounds": 1},
     "adp_pfl_paper": {"sensitivity": "C"},
     "dp_fedavg_mixed": {"penalty": None},
     "padpfl": {"epsilon": INF},
@@ -315,7 +352,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "by_sizes": {"sizes": [1, 2]},
     "lenet": {"input_shape": (28, 28, 1)},
     "lenet_groupnorm": {"input_shape": (28, 28, 1), "groups": 2},
-    "build": {"name": "mlp"},
     "gru": {"embedding": 2, "width": 2},
     "transformer": {"width": 4, "blocks": 1, "heads": 2},
     "AdaptiveClip": {"noise_multiplier": 0.0},
@@ -327,6 +363,11 @@ ROWS: dict[str, dict[str, Any]] = {
     "largest_cohort": {"epsilon": 2.0, "noise_multiplier": 2.0, "clients": 4},
     "Release": {"low": 0.25, "high": 2.0, "noise": 1.0},
     "write_report": {"folder": RUN_FOLDER.name},
+    "load_model": {"path": MODEL_FILE},
+    "from_frame": {"label": "sick"},
+    "from_leaf": {"folder": LEAF},
+    "from_huggingface": {"owner": "who", "input": "x", "label": "y"},
+    "build": {"name": "mlp", "input_shape": (8, 8, 1)},
 }  # fmt: skip
 """By function, values of arguments that must be others, or that no check has."""
 
@@ -347,6 +388,10 @@ REFUSED: dict[str, list[Any]] = {
     "by_sizes.sizes": [[99, 99]],
     "lenet.input_shape": [(4, 4, 1), (7, 7, 1)], "lenet_groupnorm.input_shape": [(4, 4, 1), (7, 7, 1)],
     "write_report.folder": ["/", "no/such/folder"],
+    "load_model.path": ["/", "no/such/file"],
+    "from_frame.label": NO_COLUMN, "from_frame.owner": NO_COLUMN,
+    **{f"from_huggingface.{name}": NO_COLUMN for name in ("owner", "input", "label", "train")},
+    "from_huggingface.test": [3, 0.5, []],
     "AdaptiveClip.clip": [INF],
     "TrimmedMean.share": [0.5, 1.0],
     "Release.low": [0.0],
@@ -360,6 +405,7 @@ TAKEN: dict[str, list[Any]] = {
     "dp_pfeddsu.sparse_layers": [1], "dp_pfeddsu_paper.sparse_layers": [1],
     "BandedNoise.client_noise": [0], "BLTNoise.client_noise": [0], "Extrapolated.client_noise": [0],
     "dp_fedavg_mixed.smoothing": [*[None] * 7, *positive(zero=True).good],  # either, or a penalty
+    "load_model.client": [], "by_owner.least": ONES,
     "CyclicPoisson.groups": ONES, "plan.cohort": ONES,
     "TrimmedMean.share": [0, np.float32(0.25)], "plan.noise_multiplier": [], "personal_budgets.base": [3],
     "Release.low": [np.float32(0.25), jnp.float32(0.25), np.array(0.25), fractions.Fraction(1, 4)],
@@ -367,9 +413,12 @@ TAKEN: dict[str, list[Any]] = {
 }  # fmt: skip
 """By function and argument, what must be taken, where it is less than what the check says."""
 
+NOT_ODD = {"by_owner.owner": TEXT, "plan.mechanisms": NOTHING}
+"""By function and argument, what works although it is in `ODD`."""
+
 RECORDS = {
     "Algorithm", "Candidate", "ClientData", "Clients", "Comparison", "Dataset", "Encoder", "Ledger",
-    "Message", "Metric", "Model", "NAMES", "Result", "Sampling", "Task", "Terms",
+    "Message", "Metric", "Model", "NAMES", "Result", "Sampling", "Task", "Terms", "TrainedModel",
 }  # fmt: skip
 """Public names that take anything: what is in them is checked where they are used."""
 
@@ -425,7 +474,9 @@ def arguments(name: str) -> dict[str, Kind]:
         works = values.get(argument, works)
         assert works is not MISSING, f"ROWS must give {name} a value of {argument} that works"
         optional = default is None or getattr(check, "func", None) is check_optional
-        bad += [value for value in ODD if value is not None or not optional]
+        taken = [None] if optional else []
+        taken.append(NOT_ODD.get(f"{name}.{argument}", MISSING))
+        bad += [value for value in ODD if all(value is not own for own in taken)]
         kinds[argument] = Kind(works, bad, TAKEN.get(f"{name}.{argument}", good))
     return kinds
 

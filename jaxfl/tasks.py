@@ -35,12 +35,14 @@ RESERVED = {
     "clipped",
     "train_loss",
     "unseen",
-    "central_loss",
 }
 """Names in a row of metrics besides those of the task and of an algorithm's infos.
 
 An info `loss` is shown as `train_loss`.
 """
+
+CENTRAL = "central_"
+"""Beginning of the names of scores on a central test set, in a row of metrics."""
 
 _CHANGE = jax.make_user_context(None)
 
@@ -154,6 +156,11 @@ class Task:
                 raise TypeError(
                     f"{where} must be a Metric, got {metric!r}. Give jaxfl.tasks.average(score)."
                 )
+            if name.startswith(CENTRAL):
+                raise ValueError(
+                    f"{where} must not begin with {CENTRAL!r}, which is for scores on a central "
+                    f"test set, got {name!r}. Choose another name."
+                )
             own = _columns(name, headline=name == self.headline)
             if own & taken:
                 raise ValueError(
@@ -185,9 +192,15 @@ def columns(task: Task) -> set[str]:
     return {"loss"}.union(*by_metric)
 
 
+def is_taken(task: Task, name: str) -> bool:
+    """Return whether an algorithm's info may not have a name, because rows of metrics have it."""
+    # An info `loss` is shown as `train_loss`.
+    return name.startswith(CENTRAL) or name in RESERVED | columns(task) - {"loss"}
+
+
 def _columns(name: str, *, headline: bool) -> set[str]:
     """Return the names that a metric takes in a row."""
-    names = {name, f"{name}_std", f"{name}_worst10", f"central_{name}"}
+    names = {name, f"{name}_std", f"{name}_worst10"}
     if headline:
         names.add(f"{name}_examples")
     return names

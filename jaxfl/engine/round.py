@@ -30,7 +30,7 @@ from jaxfl.privacy.mechanisms.gaussian import Cohort, Participant, Total
 from jaxfl.privacy.noise import CLIENT, PRIVATE_STEPS, derive
 from jaxfl.privacy.sampling import Sampling
 from jaxfl.privacy.sums import add, add_up
-from jaxfl.tasks import RESERVED, columns
+from jaxfl.tasks import is_taken
 from jaxfl.types import Algorithm, Clients, Ledger, Message, StepNoise, Tree
 
 
@@ -447,7 +447,7 @@ def _check_private_steps(algorithm: Algorithm, client: core.Jaxpr) -> None:
 
 def _check_names(algorithm: Algorithm, info: dict[str, Array]) -> None:
     """Require that the names of a client's info are not names of the engine."""
-    taken = (RESERVED | columns(algorithm.model.task) - {"loss"}) & info.keys()
+    taken = [name for name in info if is_taken(algorithm.model.task, name)]
     if taken:
         raise ValueError(
             "info must have other names than the engine's metrics, got "

@@ -34,6 +34,7 @@ from jaxfl.run.trained import (
     global_model,
     personal_model,
 )
+from jaxfl.tasks import CENTRAL
 from jaxfl.types import Algorithm, Clients, Ledger, Tree
 
 
@@ -388,7 +389,7 @@ class Journal:
         row: dict[str, float | int] = {"round": done}
         row |= summarize(scores, self.test_size, self.task.metrics)
         central = self.recorded.central.items()
-        row |= {f"central_{name}": float(values[index]) for name, values in central}
+        row |= {f"{CENTRAL}{name}": float(values[index]) for name, values in central}
         if not self.public:
             since = slice(self.evaluations[index - 1] if index else 0, done)
             row |= _means(jax.tree.map(lambda leaf: leaf[since], self.recorded.records))

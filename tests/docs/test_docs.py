@@ -54,6 +54,7 @@ def test_the_reference_has_every_public_name_once():
     assert sorted(set(LISTED)) == sorted(LISTED)
     helpers = {
         "tasks.columns",
+        "tasks.is_taken",
         "tasks.mean",
         "tasks.Change",
         "tasks.changed_logits",

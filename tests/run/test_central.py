@@ -15,6 +15,7 @@ from jaxfl.algorithms import dp_fedavg, fedprox, ifca
 from jaxfl.data import load, make_clients
 from jaxfl.models import mlp
 from jaxfl.privacy import Poisson
+from jaxfl.tasks import Task, average
 
 DIGITS = load("digits")
 CLIENTS = small_clients()
@@ -87,6 +88,20 @@ def test_points_of_a_sweep_are_scored_each(tmp_path):
     scores = [result.metrics[-1]["central_accuracy"] for result in results]
     assert scores == pytest.approx([by_hand(result)[0] for result in results])
     assert scores[0] != scores[1]
+
+
+def test_names_of_central_scores_are_taken():
+    score = average(lambda outputs, labels: outputs[:, 0])
+    with pytest.raises(ValueError, match=r"must not begin with 'central_'.* got 'central_loss'"):
+        Task("own", MODEL.task.loss, {"central_loss": score})
+    method = private()
+
+    def client_update(key, server, client, data):
+        message, client, info = method.client_update(key, server, client, data)
+        return message, client, info | {"central_rate": info["loss"]}
+
+    with pytest.raises(ValueError, match=r"got \['central_rate'\] from client_update"):
+        simulate(0, method._replace(client_update=client_update), CLIENTS, **QUIET)
 
 
 def test_clients_need_no_test_examples(tmp_path):

@@ -190,6 +190,9 @@ BAD: dict[str, list[Any]] = {
     "plans": [*NO_CLASSES, (), [None], "plan", [MODEL]],
     "liars": [None, 3.5, "01", {}, object(), [-1], [0.5], ["a"], [NAN]],
     "quiet": [*NO_NOISE, 1.0],
+    "positive noise": [*NO_NOISE, [[1.0]], 0.0],
+    "unweighted": [3.0, "1", {}, object(), [1.0, 1.0], [-1.0], [NAN, 1.0], ["a"], [True]],
+    "bits": [*NO_NUMBERS, 0, 7, 33, 20.5, INF],
     "function": [None, 3, "f", object(), [], 0.5],
     "callbacks": [None, 3, "f", print, {}, object(), [None], ["f"]],
     "logged": [None, 3, "run", object(), {}],
@@ -397,6 +400,13 @@ CLIPPED = {
     "clip": (1.0, "positive"),
     "noise_multiplier": (0.0, "noise"),
     "client_noise": (0.0, "client noise"),
+}
+SHARED = {
+    "client_noise": (0.0, "quiet"),
+    "weights": (None, "unweighted"),
+    "noise": ("grid", "choice"),
+    "noise_multiplier": (1.0, "positive noise"),
+    "clip": (1.0, "positive"),
 }
 QUIET = {"noise_multiplier": (0.0, "quiet"), "client_noise": (0.0, "quiet")}
 
@@ -642,6 +652,10 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "BLTNoise": (privacy.BLTNoise, NOISED | {"scales": ((0.5,), "scales"), "decays": ((0.5,), "decays")}),
     "Extrapolated": (privacy.Extrapolated, NOISED | {
         "cohort": (1, "count"), "population": (100, "count"), "delta": (None, "probability?"),
+    }),
+    "Skellam": (privacy.Skellam, NOISED | SHARED | {
+        "steps": (64, "count"), "bits": (32, "bits"), "dropout": (0.1, "share below 1"),
+        "lost": (0.1, "share below 1"),
     }),
     "Median": (privacy.Median, NOISED | QUIET),
     "TrimmedMean": (privacy.TrimmedMean, NOISED | QUIET | {"share": (0.1, "share below 1")}),

@@ -287,6 +287,7 @@ def skellam_thresholds(variance: fractions.Fraction) -> UInt32[np.ndarray, "3 n"
     """
     deviation = math.sqrt(variance)
     last = 1
+    # A few thresholds more than needed cost less than the search for the least number.
     while skellam_tail(last, float(variance)) > -_UNLIKELY:
         last = math.ceil(1.01 * last) + 1
     first = last + math.ceil(3 * deviation) + 60
@@ -333,6 +334,7 @@ def draw_skellam(
         below = (first < a) | ((first == a) & ((second < b) | ((second == b) & (third < c))))
         return jnp.where(below, middle, low), jnp.where(below, high, middle)
 
+    # Every U is below the threshold of k = 0, and none is below the one after the last.
     start = jnp.zeros(count, jnp.int32), jnp.full(count, last, jnp.int32)
     magnitude, _ = lax.fori_loop(0, last.bit_length(), halve, start)
     return jnp.where(negative, -magnitude, magnitude)

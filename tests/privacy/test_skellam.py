@@ -3,6 +3,7 @@
 import dataclasses
 import fractions
 import math
+from typing import Any
 
 import dp_accounting
 import jax
@@ -62,7 +63,8 @@ def exact_epsilon(variance, shift, delta):
         above = losses > value
         return np.sum(np.exp(moved[above]) * -np.expm1(value - losses[above])) - delta
 
-    return scipy.optimize.brentq(excess, 0.0, losses.max())
+    found: Any = scipy.optimize.brentq(excess, 0.0, losses.max())
+    return found
 
 
 def gaussian_epsilon(z):
@@ -233,7 +235,7 @@ def test_no_rounding_lengthens_an_update(value):
     direction = jnp.full(size, value)
     norm = jnp.linalg.norm(direction)
     made = Shared(direction, jnp.zeros(size, jnp.int32))
-    for length in (norm, radius):
+    for length in (norm, jnp.float32(radius)):
         scaled = jax.tree.map(lambda leaf, f=length / norm: leaf * f, made.update)
         whole = numbers.in_units(made._replace(update=scaled), length, radius, jnp.float32(1.0))
         assert np.sum(np.asarray(whole, np.int64) ** 2) <= radius**2

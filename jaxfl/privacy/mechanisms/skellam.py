@@ -15,7 +15,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh
 from jaxtyping import Float, Int, Key, UInt32
 
-from jaxfl._validate import check_count, check_fraction, checked, show, traced
+from jaxfl._validate import check_count, check_fraction, checked, nonzero, show, traced
 from jaxfl.privacy.mechanisms.gaussian import (
     FIELDS,
     Cohort,
@@ -182,6 +182,7 @@ class Skellam(Mechanism):
     ) -> Contribution:
         """Return the update and its share of noise, which is added after the rounding."""
         made = super().contribute(key, memory, client, sent, norm)
+        # Noise in whole steps on a rounded update is exact. Rounding their sum would not be.
         share = _share(key, memory, client, sent.update)
         return made._replace(update=Shared(sent.update, share))
 
@@ -285,7 +286,7 @@ class Skellam(Mechanism):
     @property
     def fixed_cohort(self) -> bool:
         """Whether every round has as many shares as any other."""
-        return super().fixed_cohort and not traced(self.lost) and self.lost == 0
+        return super().fixed_cohort and not nonzero(self.lost)
 
     def _check_modulus(self, clients: int) -> None:
         """Require a modulus within which a sum of longest updates lies, but for rare noise."""

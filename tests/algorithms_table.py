@@ -75,6 +75,7 @@ from jaxfl.privacy import (
     Median,
     MinSeparation,
     Poisson,
+    Skellam,
     TrimmedMean,
 )
 from jaxfl.privacy.accounting import epsilon, planned_ledger
@@ -304,6 +305,9 @@ MECHANISMS: dict[str, Mechanism] = {
     ),
     "extrapolated": Extrapolated(
         clip=0.2, noise_multiplier=1.0, sampling=Poisson(0.6), cohort=20, population=900
+    ),
+    "skellam": Skellam(
+        clip=0.2, noise_multiplier=1.0, sampling=FixedSize(8), steps=2**15, dropout=0.2, lost=0.1
     ),
     "median": Median(clip=0.2, sampling=Poisson(0.6)),
     "trimmed mean": TrimmedMean(clip=0.2, sampling=Poisson(0.6), share=0.2),

@@ -358,6 +358,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "Extrapolated": {"cohort": 1, "population": 100},
     **{rule: {"noise_multiplier": 0.0} for rule in ROBUST},
     "CyclicPoisson": {"groups": 1},
+    "Skellam": {"steps": 64},
     "plan": {"clients": 4, "epsilon": 2.0, "noise_multiplier": None, "kinds": ("poisson", "separated")},
     "most_rounds": {"epsilon": 2.0, "noise_multiplier": 2.0, "clients": 10, "most": 4},
     "largest_cohort": {"epsilon": 2.0, "noise_multiplier": 2.0, "clients": 4},
@@ -395,6 +396,7 @@ REFUSED: dict[str, list[Any]] = {
     "AdaptiveClip.clip": [INF],
     "TrimmedMean.share": [0.5, 1.0],
     "Release.low": [0.0],
+    "Skellam.clip": [INF], "Skellam.noise_multiplier": [0.0], "Skellam.client_noise": [1.0], "Skellam.weights": [[1.0, 1.0]],
     "plan.epsilon": [None], "plan.noise_multiplier": [*NO_NOISE, 1.0],
     **{f"{rule}.{noise}": [1.0] for rule in ROBUST for noise in ("noise_multiplier", "client_noise")},
 }  # fmt: skip
@@ -413,7 +415,12 @@ TAKEN: dict[str, list[Any]] = {
 }  # fmt: skip
 """By function and argument, what must be taken, where it is less than what the check says."""
 
-NOT_ODD = {"by_owner.owner": TEXT, "plan.mechanisms": NOTHING}
+NOT_ODD = {
+    "by_owner.owner": TEXT,
+    "plan.mechanisms": NOTHING,
+    "from_frame.bounds": NOTHING,
+    "from_frame.categories": NOTHING,
+}
 """By function and argument, what works although it is in `ODD`."""
 
 RECORDS = {

@@ -69,6 +69,8 @@ class View(NamedTuple):
         whole: Whether the single entry covers all rounds of the ledger.
         grows: Whether entries are not one per round, so that more rounds need another view.
         turn: Number of rounds that an entry covers. 0 means that a single entry covers all rounds.
+        variance: Least variance of the noise in squared steps, if it is Skellam noise on a grid.
+            Infinity stands for Gaussian noise.
     """
 
     multiplier: Float[np.ndarray, "T #C"]
@@ -81,6 +83,7 @@ class View(NamedTuple):
     whole: bool = False
     grows: bool = False
     turn: int = 1
+    variance: float = math.inf
 
     def scaled(self, factor: float) -> "View":
         """Return the view with `factor` times the noise."""

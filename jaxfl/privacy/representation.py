@@ -7,7 +7,7 @@ canaries of an audit.
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -102,9 +102,13 @@ class Grid(Floats):
 
     Args:
         levels: z of all rounds, from which the steps follow.
+        steps: Std of the noise, in steps.
     """
 
     levels: Any
+    steps: int = STEPS
+
+    remedy = "Give less noise, a smaller network, or noise='float'."
 
     # Whole steps add up exactly, so that nothing must be settled in between.
     chunks_per_sum = None
@@ -119,8 +123,8 @@ class Grid(Floats):
             )
 
     def unit(self, largest: Float[Array, ""], level: Float[Array, ""]) -> Float[Array, ""]:
-        """Return a step, z C max w / 2^15."""
-        return largest * (level / STEPS)
+        """Return a step, z C max w over the noise's std in steps."""
+        return largest * (level / self.steps)
 
     def in_units(
         self, contribution: Tree, norm: Float[Array, ""], bound: Number, scale: Float[Array, ""]
@@ -149,11 +153,41 @@ class Grid(Floats):
         # Whatever the resolution, the norm is bounded.
         if traced(self.levels):
             return
-        most = STEPS * math.sqrt(3 / coordinates)
+        most = self.steps * math.sqrt(3 / coordinates)
         if np.max(np.asarray(self.levels, np.float64)) > most:
             raise ValueError(
                 f"noise_multiplier must be at most {most:.4g} with noise='grid' and {coordinates} "
                 "coordinates, because a step is else longer than most coordinates of an update, "
-                f"got {self.levels!r}. "
-                "Give less noise, a smaller network, or noise='float'."
+                f"got {self.levels!r}. {self.remedy}"
             )
+
+
+class Shared(NamedTuple):
+    """Update of a client in single precision, and the noise that it adds, in whole steps."""
+
+    update: Tree
+    share: Tree
+
+
+class SharedGrid(Grid):
+    """Grid on which each client adds a share of the noise to its rounded contribution."""
+
+    remedy = "Give less noise, a smaller network, or more `steps`."
+
+    def in_units(
+        self, contribution: Tree, norm: Float[Array, ""], bound: Number, scale: Float[Array, ""]
+    ) -> Tree:
+        """Return a contribution in whole steps, whose norm is within the bound, with its share.
+
+        Padding has a scale of 0, and adds nothing.
+        """
+        whole = super().in_units(contribution.update, norm, bound, scale)
+        return jax.tree.map(
+            lambda own, share: jnp.where(scale > 0, own + share, 0), whole, contribution.share
+        )
+
+
+def wrapped(tree: Tree, bits: int) -> Tree:
+    """Return integers modulo 2^bits, from -2^(bits - 1) to below 2^(bits - 1)."""
+    unused = 32 - bits
+    return jax.tree.map(lambda leaf: (leaf << unused) >> unused, tree)

@@ -7,8 +7,10 @@ from jaxfl.privacy.mechanisms.gaussian import Mechanism
 from jaxfl.privacy.mechanisms.privacy_filter import PrivacyFilter, Release
 from jaxfl.privacy.mechanisms.private_mask import PrivateMask
 from jaxfl.privacy.mechanisms.robust import Krum, Median, TrimmedMean
+from jaxfl.privacy.mechanisms.skellam import Skellam
 
 __all__ = [
     "AdaptiveClip", "BLTNoise", "BandedNoise", "Extrapolated", "Krum", "Mechanism", "Median",
-    "PrivacyFilter", "PrivateMask", "Release", "TrimmedMean", "blt",
+    "PrivacyFilter", "PrivateMask", "Release", "Skellam", "TrimmedMean",
+    "blt",
 ]  # fmt: skip

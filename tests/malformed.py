@@ -396,7 +396,7 @@ REFUSED: dict[str, list[Any]] = {
     "AdaptiveClip.clip": [INF],
     "TrimmedMean.share": [0.5, 1.0],
     "Release.low": [0.0],
-    "Skellam.clip": [INF], "Skellam.noise_multiplier": [0.0], "Skellam.client_noise": [1.0], "Skellam.weights": [[1.0, 1.0]],
+    "Skellam.clip": [INF], "Skellam.noise_multiplier": [0.0], "Skellam.client_noise": [1.0],
     "plan.epsilon": [None], "plan.noise_multiplier": [*NO_NOISE, 1.0],
     **{f"{rule}.{noise}": [1.0] for rule in ROBUST for noise in ("noise_multiplier", "client_noise")},
 }  # fmt: skip
@@ -410,6 +410,7 @@ TAKEN: dict[str, list[Any]] = {
     "load_model.client": [], "by_owner.least": ONES,
     "CyclicPoisson.groups": ONES, "plan.cohort": ONES,
     "TrimmedMean.share": [0, np.float32(0.25)], "plan.noise_multiplier": [], "personal_budgets.base": [3],
+    "Skellam.noise_multiplier": [np.float32(2.0), np.array(2.0)], "Skellam.client_noise": [0],
     "Release.low": [np.float32(0.25), jnp.float32(0.25), np.array(0.25), fractions.Fraction(1, 4)],
     **{f"{rule}.{noise}": [0] for rule in ROBUST for noise in ("noise_multiplier", "client_noise")},
 }  # fmt: skip
@@ -481,7 +482,7 @@ def arguments(name: str) -> dict[str, Kind]:
         works = values.get(argument, works)
         assert works is not MISSING, f"ROWS must give {name} a value of {argument} that works"
         optional = default is None or getattr(check, "func", None) is check_optional
-        taken = [None] if optional else []
+        taken: list[Any] = [None] if optional else []
         taken.append(NOT_ODD.get(f"{name}.{argument}", MISSING))
         bad += [value for value in ODD if all(value is not own for own in taken)]
         kinds[argument] = Kind(works, bad, TAKEN.get(f"{name}.{argument}", good))

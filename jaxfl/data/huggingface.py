@@ -116,7 +116,7 @@ def _input_array(name: str, values: list[Any]) -> np.ndarray:
 
 
 def _label_arrays(name: str, parts: list[list[Any]]) -> list[np.ndarray]:
-    """Return the labels of each split, with names numbered alike."""
+    """Return the labels of each split, with the same number for the same name."""
     values = [value for part in parts for value in part]
     if any(value is None for value in values):
         raise ValueError(

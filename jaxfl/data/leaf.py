@@ -52,10 +52,10 @@ def from_leaf(folder: str | os.PathLike[str]) -> Dataset:
         Caldas et al. 2019, "LEAF: a benchmark for federated settings" (arXiv:1812.01097).
     """
     root = Path(folder)
-    train = _read_split(root / "train" if (root / "train").is_dir() else root)
+    train = _read_leaf_split(root / "train" if (root / "train").is_dir() else root)
     test = _Split([], [], [])
     if (root / "test").is_dir():
-        test = _read_split(root / "test")
+        test = _read_leaf_split(root / "test")
     count = len(train.labels)
     inputs = _inputs(str(folder), train.inputs + test.inputs)
     labels = _classes(str(folder), train.labels + test.labels)
@@ -70,7 +70,7 @@ def from_leaf(folder: str | os.PathLike[str]) -> Dataset:
     )
 
 
-def _read_split(folder: Path) -> _Split:
+def _read_leaf_split(folder: Path) -> _Split:
     """Read all JSON files of a folder, in the order of their names."""
     files = sorted(folder.glob("*.json"))
     if not files:

@@ -119,7 +119,7 @@ def from_lists(
     known: Any = vocabulary
     numbers = [_numbers_of(f"tokens[{i}]", text, known) for i, text in enumerate(tokens)]
     if labels is None:
-        parts = [_windows(own, length) for own in numbers]
+        parts = [_token_windows(own, length) for own in numbers]
         inputs, targets = (np.concatenate(part) for part in zip(*parts, strict=True))
         owner = np.repeat(users, [len(part[0]) for part in parts])
     else:
@@ -157,7 +157,7 @@ def _numbers_of(
     return array.astype(np.int32)
 
 
-def _windows(
+def _token_windows(
     numbers: Int[np.ndarray, "t"], length: int
 ) -> tuple[Int[np.ndarray, "n L"], Int[np.ndarray, "n L"]]:
     """Return consecutive windows of tokens, and the next token of each position or -1."""

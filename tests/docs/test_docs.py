@@ -103,7 +103,7 @@ COMMANDS = [
     (path, words)
     for path in DOCUMENTS
     for words in re.findall(r"^(?:.*`)?jaxfl ((?:quickstart|run|compare|report|plan|data|doctor)\b[^`\n|]*)(?:$|`)",
-                            path.read_text(), re.MULTILINE)
+                            path.read_text().replace("\\\n", " "), re.MULTILINE)
 ]  # fmt: skip
 
 

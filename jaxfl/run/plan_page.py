@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxfl._validate import check_path, checked, show
-from jaxfl.files import replacing
+from jaxfl.files import kind, opened, replacing
 from jaxfl.privacy.planning import Plan
 from jaxfl.privacy.sampling import NEEDS
 from jaxfl.privacy.statement import NOT_COVERED, OBSERVERS, PRECISION, UNIT
@@ -18,6 +18,9 @@ from jaxfl.run.page import load_template
 
 _PACKAGES = ("jaxfl", "dp-accounting", "numpy", "scipy")
 """Packages whose versions decide the numbers."""
+
+_MARK = b'<meta name="generator" content="jaxfl plan">'
+"""Text by which a page of a plan is known."""
 
 
 def _check_plans(name: str, value: Any) -> list[Plan]:
@@ -44,14 +47,33 @@ def write_plan(plans: Sequence[Plan], path: str | os.PathLike) -> pathlib.Path:
 
     Args:
         plans: Result of `jaxfl.privacy.plan`.
-        path: Path of the HTML file, which is replaced if it exists.
+        path: Path of the HTML file. An earlier page of a plan is replaced, and nothing else is.
+
+    Raises:
+        ValueError: The path belongs to something else. It stays unchanged.
     """
     page = pathlib.Path(path)
+    _check_free(page)
     page.parent.mkdir(parents=True, exist_ok=True)
     with replacing(page) as temporary:
         text = load_template("plan_page.html").render(_collect(plans))
         temporary.write_text(text, encoding="utf-8")
     return page
+
+
+def _check_free(page: pathlib.Path) -> None:
+    """Require a path that is free, or that has the page of a plan."""
+    found = kind(page)
+    if found is None:
+        return
+    if found == "a regular file":
+        with opened(page) as file:
+            if _MARK in file.read(1000):
+                return
+    raise ValueError(
+        f"path must be free, or the page of a plan, got {str(page)!r}, {found} that `write_plan` "
+        "did not write. Choose another path."
+    )
 
 
 def _deployment(each: Plan) -> tuple:

@@ -62,3 +62,13 @@ def test_plans_of_several_deployments_are_refused(tmp_path):
     ]
     with pytest.raises(ValueError, match="plans must be of one deployment"):
         write_plan(several, tmp_path / "plan.html")
+
+
+def test_a_page_replaces_nothing_but_a_page(tmp_path):
+    plans = plan(clients=100, cohort=10, rounds=5, noise_multiplier=2.0, kinds=("poisson",))
+    page = write_plan(plans, tmp_path / "plan.html")
+    write_plan(plans, page)
+    page.write_text("<!doctype html>mine")
+    with pytest.raises(ValueError, match="did not write"):
+        write_plan(plans, page)
+    assert page.read_text() == "<!doctype html>mine"

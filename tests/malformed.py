@@ -191,7 +191,6 @@ BAD: dict[str, list[Any]] = {
     "liars": [None, 3.5, "01", {}, object(), [-1], [0.5], ["a"], [NAN]],
     "quiet": [*NO_NOISE, 1.0],
     "positive noise": [*NO_NOISE, [[1.0]], 0.0],
-    "unweighted": [3.0, "1", {}, object(), [1.0, 1.0], [-1.0], [NAN, 1.0], ["a"], [True]],
     "bits": [*NO_NUMBERS, 0, 7, 33, 20.5, INF],
     "function": [None, 3, "f", object(), [], 0.5],
     "callbacks": [None, 3, "f", print, {}, object(), [None], ["f"]],
@@ -403,7 +402,6 @@ CLIPPED = {
 }
 SHARED = {
     "client_noise": (0.0, "quiet"),
-    "weights": (None, "unweighted"),
     "noise": ("grid", "choice"),
     "noise_multiplier": (1.0, "positive noise"),
     "clip": (1.0, "positive"),

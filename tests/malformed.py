@@ -364,6 +364,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "largest_cohort": {"epsilon": 2.0, "noise_multiplier": 2.0, "clients": 4},
     "Release": {"low": 0.25, "high": 2.0, "noise": 1.0},
     "write_report": {"folder": RUN_FOLDER.name},
+    "write_plan": {"path": pathlib.Path(RUN_FOLDER.name) / "plan.html"},
     "load_model": {"path": MODEL_FILE},
     "from_frame": {"label": "sick"},
     "from_leaf": {"folder": LEAF},

@@ -737,9 +737,12 @@ def auc_interval(
     )
     k = (m + n) / 2 - 1
 
-    def outside(theta: Float[np.ndarray, "C"]) -> Bool[np.ndarray, "C"]:
+    def variance(theta: Float[np.ndarray, "C"]) -> Float[np.ndarray, "C"]:
         spread = 1 + k * ((1 - theta) / (2 - theta) + theta / (1 + theta))
-        return (area - theta) ** 2 > z**2 * theta * (1 - theta) * spread / (m * n)
+        return theta * (1 - theta) * spread / (m * n)
+
+    def outside(theta: Float[np.ndarray, "C"]) -> Bool[np.ndarray, "C"]:
+        return (area - theta) ** 2 > z**2 * variance(theta)
 
     def limit(far: float) -> Float[np.ndarray, "C"]:
         """Return the limit between the area and an end, by bisection."""

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 
 from jaxfl._validate import check_fraction, check_numbers, checked, count_from_0, show
 from jaxfl.data.load import Dataset, check_owners, from_arrays
+from jaxfl.data.owners import places
 
 Frame: TypeAlias = Mapping[str, Any]
 """Columns by name."""
@@ -382,10 +383,9 @@ def _drawn_for_tests(
         own = np.unique(owners, return_inverse=True)[1]
     order = np.lexsort((np.random.default_rng(seed).random(number), own))
     size = np.bincount(own)
-    rank = np.empty(number, np.int64)
-    rank[order] = np.arange(number) - np.repeat(np.cumsum(size) - size, size)
+    # Every owner keeps a row for training, and one of several tests on a row.
     wanted = np.minimum(np.maximum(np.rint(share * size), 1), size - 1)
-    return rank < wanted[own]
+    return places(own, order) < wanted[own]
 
 
 def _inputs_of(
@@ -413,14 +413,18 @@ def _one_hot(
     categories: Mapping[str, Sequence[Any]],
 ) -> Iterator[tuple[str, Bool[np.ndarray, "n"]]]:
     """Yield an input for each category of a column, by name."""
+    _check_without_bounds(name, bounds)
+    known = ~column.missing
+    for choice in categories.get(name) or _distinct(name, column.values[known & trained]):
+        yield f"{name}={choice}", known & (column.values == choice)
+
+
+def _check_without_bounds(name: str, bounds: Mapping[str, Any]) -> None:
     if name in bounds:
         raise ValueError(
             f"bounds must be of columns of numbers that have no categories, got {name!r}. "
             "Give either its bounds or its categories."
         )
-    known = ~column.missing
-    for choice in categories.get(name) or _distinct(name, column.values[known & trained]):
-        yield f"{name}={choice}", known & (column.values == choice)
 
 
 def _scaled(
@@ -429,8 +433,10 @@ def _scaled(
     """Return the numbers of a column, scaled by bounds, or by statistics of the training rows."""
     if limits is not None:
         low, high = limits
+        # Clipping is what makes the bounds hold for rows that nobody has seen.
         return 2 * (np.clip(column.values, low, high) - low) / (high - low) - 1
     sample = column.values[trained & ~column.missing]
+    # A column without a single value in training rows has no mean.
     if column.kind == "flag" or not len(sample):
         return column.values
     return (column.values - sample.mean()) / (sample.std() or 1.0)
@@ -469,9 +475,13 @@ def _numbered(
     """Return the position of each value among the classes."""
     position = {choice: number for number, choice in enumerate(classes)}
     for value in values:
-        if value not in position:
-            raise ValueError(
-                f"categories[{name!r}] must list all labels, got {value!r} besides "
-                f"{', '.join(map(repr, classes))}. Add it, or drop its rows."
-            )
-    return np.array([position[value] for value in values], np.int32)
+        _check_class(name, value, position)
+    return np.array([*map(position.get, values)], np.int32)
+
+
+def _check_class(name: str, value: Any, classes: Mapping[Any, int]) -> None:
+    if value not in classes:
+        raise ValueError(
+            f"categories[{name!r}] must list all labels, got {value!r} besides "
+            f"{', '.join(map(repr, classes))}. Add it, or drop its rows."
+        )

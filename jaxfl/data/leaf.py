@@ -1,5 +1,6 @@
 """Data of LEAF, the benchmark of federated learning, as its scripts write them."""
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -89,14 +90,8 @@ def _read_leaf_split(folder: Path) -> _Split:
 
 def _users(file: Path) -> dict[str, Any]:
     """Return the examples of a file's users."""
-    users: Any = {}
-    try:
-        with file.open(encoding="utf-8") as opened:
-            users = json.load(opened)["user_data"]
-        complete = all(len(own["x"]) == len(own["y"]) for own in users.values())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        complete = False
-    if not complete:
+    users = _user_data(file)
+    if not users:
         raise ValueError(
             f"folder must have JSON files of LEAF, got {str(file)!r} without a label for each "
             "input of the users in `user_data`. Write the file again by LEAF's scripts."
@@ -104,28 +99,48 @@ def _users(file: Path) -> dict[str, Any]:
     return users
 
 
+def _user_data(file: Path) -> dict[str, Any]:
+    """Return the examples of a file's users, or nothing if the file is not LEAF's."""
+    # The file may hold any JSON, or none.
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+        users = json.loads(file.read_text(encoding="utf-8"))["user_data"]
+        if all(len(own["x"]) == len(own["y"]) for own in users.values()):
+            return users
+    return {}
+
+
 def _inputs(folder: str, values: list[Any]) -> np.ndarray:
     """Return inputs as numbers."""
     if values and all(isinstance(value, str) for value in values):
         return _of_one_shape(folder, [_characters(value) for value in values])
-    inputs = _of_one_shape(folder, values)
-    if inputs.shape[1:] == (_SIDE**2,):
-        return inputs.astype(np.float32).reshape(-1, _SIDE, _SIDE, 1)
-    return inputs
+    return _as_pictures(_of_one_shape(folder, values))
+
+
+def _as_pictures(inputs: np.ndarray) -> np.ndarray:
+    # LEAF does not say which task a file is of, but no other one has as many numbers as FEMNIST.
+    if inputs.shape[1:] != (_SIDE**2,):
+        return inputs
+    return inputs.astype(np.float32).reshape(-1, _SIDE, _SIDE, 1)
 
 
 def _of_one_shape(folder: str, values: list[Any]) -> np.ndarray:
+    array = _array_or_none(values)
+    if array is None:
+        raise ValueError(
+            f"folder must have inputs of numbers, or texts, of one length, got {folder!r} with "
+            f"inputs such as {show(values[:1])}. Read words yourself, and give their tokens to "
+            "from_lists."
+        )
+    return array
+
+
+def _array_or_none(values: list[Any]) -> np.ndarray | None:
+    """Return numbers as an array, and None for values that are none, or of several lengths."""
     try:
         array = np.array(values)
     except ValueError:
-        array = np.zeros(0, object)
-    if array.dtype.kind not in "iuf":
-        example = show(values[0]) if values else "none"
-        raise ValueError(
-            f"folder must have inputs of numbers, or texts, of one length, got {folder!r} with "
-            f"inputs such as {example}. Read words yourself, and give their tokens to from_lists."
-        )
-    return array
+        return None
+    return array if array.dtype.kind in "iuf" else None
 
 
 def _classes(folder: str, values: list[Any]) -> Shaped[np.ndarray, "n"]:

@@ -9,6 +9,7 @@ from jaxtyping import Int, Shaped
 
 from jaxfl._validate import check_array, check_count, checked, not_empty, show
 from jaxfl.data.load import Dataset, check_owners, check_targets, from_arrays
+from jaxfl.data.owners import places
 
 UNKNOWN = 0
 """Number of padding, and of tokens that a vocabulary does not have."""
@@ -177,7 +178,4 @@ def _padded_in_front(numbers: Int[np.ndarray, "t"], length: int) -> Int[np.ndarr
 def _first_of_each(owner: Shaped[np.ndarray, "n"], most: int) -> Int[np.ndarray, "k"]:
     """Return the rows of the first examples of each owner, in ascending order."""
     own = np.unique(owner, return_inverse=True)[1]
-    order = np.argsort(own, kind="stable")
-    size = np.bincount(own)
-    rank = np.arange(len(own)) - np.repeat(np.cumsum(size) - size, size)
-    return np.sort(order[rank < most])
+    return np.flatnonzero(places(own, np.argsort(own, kind="stable")) < most)

@@ -138,21 +138,25 @@ def check_owners(name: str, owners: Any) -> Shaped[np.ndarray, "n"]:
 
 def _as_objects(name: str, values: Any) -> np.ndarray:
     """Return a list as an array of its objects, and an array as it is."""
+    if isinstance(values, list | tuple):
+        # NumPy would make names of numbers where both are in a list.
+        array = np.empty(len(values), object)
+        array[:] = values
+        return array
+    return _without_mask(name, values)
+
+
+def _without_mask(name: str, values: Any) -> np.ndarray:
+    """Return an array, which must not be masked."""
     if isinstance(values, np.ma.MaskedArray):
         check_array(name, values)
-    if not isinstance(values, list | tuple):
-        return np.asarray(values)
-    # NumPy would make names of numbers where both are in a list.
-    array = np.empty(len(values), object)
-    array[:] = values
-    return array
+    return np.asarray(values)
 
 
 def check_targets(name: str, labels: Any, length: int | None = None) -> np.ndarray:
     """Require classes `[n]`, or other finite numbers `[n, ...]`, and return them in 32 bits."""
     labels = check_array(name, labels)
-    if labels.dtype.kind == "b":
-        labels = labels.astype(np.int32)
+    labels = _without_booleans(labels, np.int32)
     if labels.ndim == 1 and labels.dtype.kind != "f":
         return check_labels(name, labels, length)
     if labels.ndim < 1 or 0 in labels.shape[1:] or (length is not None and len(labels) != length):
@@ -173,10 +177,13 @@ def check_inputs(name: str, inputs: Any) -> np.ndarray:
             f"{name} must be examples [n, ...] without empty axes, got shape {inputs.shape}. "
             "Give one row of numbers for each example."
         )
-    # Bytes would be pictures, and booleans are numbers.
-    if inputs.dtype.kind == "b":
-        inputs = inputs.astype(np.float32)
-    return _in_32_bits(name, inputs)
+    # Whole numbers of a byte would be pictures.
+    return _in_32_bits(name, _without_booleans(inputs, np.float32))
+
+
+def _without_booleans(values: np.ndarray, dtype: Any) -> np.ndarray:
+    """Return booleans as numbers of a dtype, and other values unchanged."""
+    return values.astype(dtype) if values.dtype.kind == "b" else values
 
 
 def _in_32_bits(name: str, values: np.ndarray) -> np.ndarray:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Shaped
+from jaxtyping import Int, Shaped
 
 from jaxfl._validate import checked, not_empty
 from jaxfl.data.load import check_owners
@@ -67,3 +67,16 @@ def by_owner(
         return lists_of(np.where(known, client, -1), len(kept))
 
     return rows_of(train), rows_of(test)
+
+
+def places(own: Int[np.ndarray, "n"], order: Int[np.ndarray, "n"]) -> Int[np.ndarray, "n"]:
+    """Return the place of each row among the rows of its owner.
+
+    Args:
+        own: Number of each row's owner.
+        order: All rows, those of an owner together, in ascending order of owners.
+    """
+    size = np.bincount(own)
+    found = np.empty(len(own), np.int64)
+    found[order] = np.arange(len(own)) - np.repeat(np.cumsum(size) - size, size)
+    return found

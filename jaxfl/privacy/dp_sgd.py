@@ -200,10 +200,8 @@ class DPSGD:
         """Name that these private steps leave in a traced program."""
         if traced(self.rate):
             rate = f"traced {id(self.rate)}"
-        elif np.ndim(self.rate):
-            rate = hashlib.sha256(self.rate_table.tobytes()).hexdigest()
         else:
-            rate = repr(self.rate)
+            rate = hashlib.sha256(self.rate_table.tobytes()).hexdigest()
         return f"{_MARK}: rate {rate}, steps {self.steps}"
 
     @property

@@ -35,7 +35,8 @@ _GENERATOR = "threefry2x32"
 
 _REMEDIES = {
     "Model": "a model, for instance jaxfl.models.lenet()",
-    "GradientTransformation": "an optimizer of optax, for instance optax.sgd(0.1)",
+    "GradientTransformation": "an optimizer of optax, for instance optax.sgd(0.1), or of "
+    "optax.MultiSteps its gradient_transformation()",
     "LocalSGD": "a jaxfl.LocalSGD(optimizer). The `local` of the FedAvg family also takes a "
     "jaxfl.privacy.DPSGD, and so does that of mr_mtl, which trains personal models by it",
     "DPSGD": "a jaxfl.privacy.DPSGD",

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import malformed
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from algorithms_table import MODEL, small_clients
 from flax import nnx
@@ -233,7 +234,7 @@ def test_clients_with_something_replaced_are_checked(change, named, never_runs):
         ),
         (
             MODEL._replace(init=lambda key: jnp.zeros(3)),
-            "model='mlp' with inputs uint8(8, 8, 1) must run with float32(3,)",
+            "model='mlp' with inputs uint8(8, 8, 1) must run, got ",
         ),
         (
             MODEL._replace(apply=lambda params, x: x[0]),
@@ -286,7 +287,7 @@ def updates(change):
         ),
         (
             updates(lambda message, client, info: (Message({"w": jnp.zeros(3)}), client, info)),
-            "server_update must run with Server(params={'dense_0'",
+            "server_update must run, got ",
         ),
         (
             updates(lambda message, client, info: (Message(jnp.zeros(3, int)), client, info)),
@@ -306,7 +307,7 @@ def updates(change):
         ),
         (
             BASE._replace(client_update=lambda key, server: server),
-            "client_update must run with key<fry>(), Server(",
+            "client_update must run, got TypeError",
         ),
         (BASE._replace(mechanism=None), "algorithm.mechanism must be of type Mechanism, got None"),
         (BASE._replace(init=3), "algorithm.init must be a function, got 3"),
@@ -624,3 +625,22 @@ def test_errors_of_a_command_are_one_line_where_they_are_checks(capsys):
     except ValueError as error:
         in_one_line(ValueError, error, error.__traceback__)
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.polyak_sgd(),
+        optax.lbfgs(),
+        optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()),
+    ],
+    ids=["polyak_sgd", "lbfgs", "reduce_on_plateau"],
+)
+def test_optimizers_that_need_the_loss_are_named_before_the_shapes(optimizer, never_runs):
+    method = fedavg(MODEL, local=LocalSGD(optimizer))
+    with pytest.raises(ValueError, match="whose step follows from gradients alone") as caught:
+        simulate(KEY, method, small_clients(), rounds=1, progress=False)
+    text = str(caught.value)
+    assert text.startswith("client_update must run, got TypeError: ")
+    assert text.index("missing") < 120
+    assert text.index("optax.sgd") < text.index("It ran with")

@@ -435,14 +435,27 @@ def _canonical(dtype: Any) -> np.dtype:
     return jax.dtypes.canonicalize_dtype(dtype)
 
 
+_OPTIMIZER_REMEDY = (
+    "Give an optimizer whose step follows from gradients alone, such as optax.sgd or optax.adam: "
+    "polyak_sgd, reduce_on_plateau and lbfgs also need the loss."
+)
+
+
 def _trace(name: str, function: Callable, *arguments: Any) -> Any:
     """Return the shapes that a function returns, or raise a ValueError that names the function."""
     try:
         return jax.eval_shape(function, *arguments)
     except Exception as error:
         given = ", ".join(_tree_text(argument) for argument in arguments)
-        cause = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{name} must run with {given}, got {cause}") from error
+        raise ValueError(f"{name} must run, got {_cause(error)} It ran with {given}.") from error
+
+
+def _cause(error: Exception) -> str:
+    """Return the kind and the message of an error, with a remedy if one is known."""
+    cause = f"{type(error).__name__}: {str(error).removesuffix('.')}."
+    if "update_fn() missing" in cause:
+        return f"{cause} {_OPTIMIZER_REMEDY}"
+    return cause
 
 
 def _check_returned(name: str, value: Any, parts: tuple[str, ...]) -> tuple:

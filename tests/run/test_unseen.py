@@ -326,7 +326,7 @@ def test_a_method_that_cannot_serve_newcomers_is_found_before_the_first_round(cl
     monkeypatch.setattr(jaxfl.run.candidate_runs, "sweep", fails)
     with pytest.raises(
         ValueError,
-        match=r"methods\['late'\] at \(rate=0.1\): init must run with .*3 clients are too few",
+        match=r"methods\['late'\] at \(rate=0.1\): init must run, got .*3 clients are too few",
     ):
         compare({"late": Candidate(build, {"rate": [0.1, 0.2]})}, clients, unseen=SHARE, **SETTING)
 

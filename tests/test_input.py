@@ -137,6 +137,8 @@ def test_malformed_arguments_are_refused(name, never_runs):
 
 @pytest.mark.parametrize("name", malformed.FUNCTIONS)
 def test_numpy_and_jax_values_are_taken(name, never_runs):
+    if name == "minilm_classifier":
+        pytest.importorskip("all_minilm_l6_v2", reason="the weights are in an optional package")
     good = {argument: kind.good for argument, kind in malformed.arguments(name).items()}
     # The arguments of one call are all of the same form.
     for i in range(1 + max(map(len, good.values()), default=0)):

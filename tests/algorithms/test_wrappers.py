@@ -233,7 +233,7 @@ def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
     def dies(self):
         if self.done == 2:
             raise RuntimeError("killed")
-        evaluate(self)
+        return evaluate(self)
 
     with monkeypatch.context() as patch:
         patch.setattr(Loop, "_evaluate", dies)

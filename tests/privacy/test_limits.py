@@ -256,8 +256,12 @@ def test_limited_plans_compare_what_needs_no_coins():
         participations=3,
         separation=10,
     )
-    assert {each.kind for each in found} == {"separated", "blt"}
-    for each in found:
+    by_kind = {each.kind: each for each in found}
+    independent = by_kind.pop("any cohort")
+    assert set(by_kind) == {"separated", "blt"}
+    spent = get_epsilon_gaussian(independent.noise_multiplier / math.sqrt(3), 1e-6)
+    assert spent == pytest.approx(independent.epsilon, rel=1e-6)
+    for each in by_kind.values():
         assert 1.998 < each.epsilon <= 2.0
         assert (each.participations, each.separation) == (3, 10)
         assert isinstance(each.mechanism, CorrelatedNoise)
@@ -278,7 +282,7 @@ def test_limited_plans_compare_what_needs_no_coins():
         kinds=("separated",),
         separation=10,
     )
-    assert found[0].error < often[0].error
+    assert by_kind["separated"].error < often[0].error
     with pytest.raises(ValueError, match="separation must be at most 100"):
         plan(clients=10_000, cohort=100, rounds=60, epsilon=2.0, separation=101)
     with pytest.raises(ValueError, match="under participations=3"):

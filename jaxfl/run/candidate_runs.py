@@ -17,6 +17,7 @@ from jaxfl.engine.chunk import out_of_memory
 from jaxfl.engine.evaluate import summarize
 from jaxfl.engine.program import Points, over_points
 from jaxfl.privacy.accounting import calibrate
+from jaxfl.privacy.dropouts import with_dropouts
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.run.candidates import Candidate, is_json_value, texts_of
 from jaxfl.run.check import check_algorithm, check_evaluation, check_mechanism
@@ -173,7 +174,9 @@ class CandidateRuns:
         return {
             "clients": clients,
             "rounds": self.rounds,
-            "mechanism": self.algorithm.mechanism,
+            "mechanism": with_dropouts(
+                self.algorithm.mechanism, self.options.get("availability", 1.0)
+            ),
             "stateful": any(self.states(clients, index) for index in range(self.method.number)),
             "delta": delta,
         }

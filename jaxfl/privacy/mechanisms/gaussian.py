@@ -186,6 +186,9 @@ class Mechanism:
     communicates: bool = True
     noise: Literal["float", "grid"] = "float"
 
+    bits = 32
+    """Bits of a coordinate that a client sends, in single precision or on a grid."""
+
     def __post_init__(self) -> None:
         if self.noisy and not traced(self.clip) and math.isinf(self.clip):
             raise ValueError(
@@ -443,6 +446,11 @@ class Mechanism:
     def clients_noisy(self) -> bool:
         """Whether clients add noise."""
         return traced(self.client_noise) or bool(np.any(np.asarray(self.client_noise)))
+
+    @property
+    def sparse(self) -> bool:
+        """Whether a client's contribution is 0 wherever its update is."""
+        return not self.clients_noisy
 
     @property
     def noise_multiplier_table(self) -> Float[np.ndarray | Array, "T"]:

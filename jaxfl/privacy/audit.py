@@ -291,7 +291,7 @@ def _of_gaussian(distance: float, delta: float) -> float:
     return 0.0
 
 
-def told(scores: Scores) -> dict[str, np.ndarray]:
+def guesses_of(scores: Scores) -> dict[str, np.ndarray]:
     """Return membership and scores as arrays for a file."""
     return {name: np.asarray(getattr(scores, name)) for name in ("taken", *_names(scores))}
 

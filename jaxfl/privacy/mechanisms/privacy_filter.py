@@ -167,7 +167,7 @@ class PrivacyFilter(Mechanism):
         number = jnp.clip(number, release.low, release.high)
         if release.noise:
             std = jnp.float32(release.noise * (release.high - release.low))
-            noisy = add_gaussian(derive(key, RELEASE, client.number), number, std)
+            noisy = add_gaussian(derive(key, RELEASE, client.client_id), number, std)
             number = jnp.clip(noisy, release.low, release.high)
         return made._replace(row=number)
 

@@ -259,7 +259,7 @@ class Mechanism:
         update = self.add_client_noise(key, memory, client, sent.update)
         return Contribution(update, jnp.minimum(norm, self.contribution_bound(memory)))
 
-    def insert(self, memory: Tree, update: Tree, count: Float[Array, ""]) -> Tree:
+    def contribute_canaries(self, memory: Tree, update: Tree, count: Float[Array, ""]) -> Tree:
         """Return the contribution of `count` canaries to the sum.
 
         Their updates have maximal norm, and sum to `update`.

@@ -109,11 +109,11 @@ class Dropouts(Sampling):
         """Return the turns of the inner sampler."""
         return self.sampling.turns(clients, rounds)
 
-    def beside(
-        self, key: Key[Array, ""], clients: int, number: int, index: Int[Array, ""] | int
+    def sample_canaries(
+        self, key: Key[Array, ""], clients: int, count: int, index: Int[Array, ""] | int
     ) -> tuple[Bool[Array, "K"], Float[Array, "#K"]]:
-        """Draw extra clients who never drop out, and are therefore the most exposed."""
-        return self.sampling.beside(key, clients, number, index)
+        """Draw canaries who never drop out, and are therefore the most exposed."""
+        return self.sampling.sample_canaries(key, clients, count, index)
 
     def view(self, noise: SumNoise) -> View:
         """Return the inner sampler's view, in which no client counts on the noise of another."""

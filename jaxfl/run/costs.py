@@ -19,7 +19,8 @@ from jaxtyping import Float
 from jaxfl._validate import at_least_0, check_instance, check_numbers, checked, key_of
 from jaxfl.privacy.dropouts import Dropouts
 from jaxfl.privacy.mechanisms.gaussian import Participant
-from jaxfl.run.check import given_to_client
+from jaxfl.run.check import check_clients, given_to_client
+from jaxfl.run.flags import under_own_flags
 from jaxfl.run.recorder import Result
 from jaxfl.types import Algorithm, Clients, Message, Tree
 
@@ -38,6 +39,8 @@ class Traffic(NamedTuple):
     """Bytes that a client receives in order to use the result of the training."""
 
 
+@under_own_flags
+@checked(clients=check_clients)
 def traffic(algorithm: Algorithm, clients: Clients) -> Traffic:
     """Return the bytes of one client of a method, by the shapes of what it sends and reads.
 
@@ -63,20 +66,24 @@ def traffic(algorithm: Algorithm, clients: Clients) -> Traffic:
     >>> traffic(fedavg(mlp((8, 8, 1), 10, hidden=())), clients)
     Traffic(up=2600, down=2600, served=2600)
     """
-    if not algorithm.mechanism.communicates:
-        return Traffic(0, 0, 0)
-    arguments = given_to_client(algorithm, clients)
-    program, (message, _, _) = jax.make_jaxpr(algorithm.client_update, return_shape=True)(
-        *arguments
-    )
-    use = jax.make_jaxpr(algorithm.personalize)(*arguments)
+    return traffic_by_point([algorithm], clients)[0]
+
+
+def traffic_by_point(algorithms: Sequence[Algorithm], clients: Clients) -> list[Traffic]:
+    """Return the bytes of one client for each point of a sweep, whose points differ in numbers."""
+    first = algorithms[0]
+    if not first.mechanism.communicates:
+        return [Traffic(0, 0, 0)] * len(algorithms)
+    arguments = given_to_client(first, clients)
     _, server, *_ = arguments
     count = len(jax.tree.leaves(server))
-    return Traffic(
-        _bytes(_bits_sent(algorithm, message, clients.number)),
-        _bytes(_bits_read(program.jaxpr, count)),
-        _bytes(_bits_read(use.jaxpr, count)),
-    )
+    update = jax.make_jaxpr(first.client_update, return_shape=True)
+    program, (message, *_) = update(*arguments)
+    use = jax.make_jaxpr(first.personalize)(*arguments)
+    down = _bytes(_bits_read(program.jaxpr, count))
+    served = _bytes(_bits_read(use.jaxpr, count))
+    sent = [_bits_sent(algorithm, message, clients.num_clients) for algorithm in algorithms]
+    return [Traffic(_bytes(bits), down, served) for bits in sent]
 
 
 def _bytes(bits: float) -> int:
@@ -176,6 +183,7 @@ class Clock:
     download: float | Float[np.ndarray, "#C"] = math.inf
     passes: float = 1.0
 
+    @checked(clients=check_clients)
     def seconds(self, algorithm: Algorithm, clients: Clients) -> Float[np.ndarray, "C"]:
         r"""Return how long each client takes for its part of a round, in seconds.
 
@@ -191,9 +199,9 @@ class Clock:
         """
         for name in ("speed", "upload", "download"):
             given = np.size(getattr(self, name))
-            if given not in (1, clients.number):
+            if given not in (1, clients.num_clients):
                 raise ValueError(
-                    f"{name} must have one number, or one for each of {clients.number} clients, "
+                    f"{name} must have one number, or one for each of {clients.num_clients} clients, "
                     f"got {given}. Give one for each client."
                 )
         sent = traffic(algorithm, clients)
@@ -212,6 +220,7 @@ def _check_result(name: str, value: Any) -> Result:
     return result
 
 
+@under_own_flags
 @checked(result=_check_result)
 def deployment_cost(
     result: Result, clock: Clock | None = None, *, period: float | None = None
@@ -259,7 +268,7 @@ def deployment_cost(
         last = int(row["round"]) - 1
         cost: dict[str, float | int] = {
             "total_up": int(updates[last]) * sent.up,
-            "total_down": round(broadcasts[last] * sent.down) + clients.number * sent.served,
+            "total_down": round(broadcasts[last] * sent.down) + clients.num_clients * sent.served,
         }
         if seconds is not None:
             cost["hours"] = float(seconds[last]) / 3600
@@ -271,4 +280,4 @@ def _availability(algorithm: Algorithm, clients: Clients) -> Float[np.ndarray, "
     """Return the probability with which each drawn client returns its update."""
     sampling = algorithm.mechanism.sampling
     given = sampling.availability if isinstance(sampling, Dropouts) else 1.0
-    return np.broadcast_to(given, clients.number)
+    return np.broadcast_to(given, clients.num_clients)

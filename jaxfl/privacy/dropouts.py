@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int, Key

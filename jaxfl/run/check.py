@@ -305,9 +305,7 @@ def _started(algorithm: Algorithm, clients: Clients, key: Any) -> tuple[Tree, Tr
     return server, states
 
 
-def given_to_client(
-    algorithm: Algorithm, clients: Clients
-) -> tuple[Any, Tree, Tree, ClientData]:
+def given_to_client(algorithm: Algorithm, clients: Clients) -> tuple[Any, Tree, Tree, ClientData]:
     """Return the shapes of the arguments of `client_update`: key, server, client and data."""
     key = jax.eval_shape(lambda: key_of(0))
     server, states = _started(algorithm, clients, key)

@@ -6,7 +6,8 @@ the cohorts of a finished run.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,9 +17,19 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 from jaxtyping import Float
 
-from jaxfl._validate import at_least_0, check_instance, check_numbers, checked, key_of
+from jaxfl._validate import (
+    at_least_0,
+    check_instance,
+    check_numbers,
+    check_path,
+    checked,
+    key_of,
+    show,
+    unchecked,
+)
 from jaxfl.privacy.dropouts import Dropouts
 from jaxfl.privacy.mechanisms.gaussian import Participant
+from jaxfl.run import plots
 from jaxfl.run.check import check_clients, given_to_client
 from jaxfl.run.flags import under_own_flags
 from jaxfl.run.recorder import Result
@@ -201,8 +212,8 @@ class Clock:
             given = np.size(getattr(self, name))
             if given not in (1, clients.num_clients):
                 raise ValueError(
-                    f"{name} must have one number, or one for each of {clients.num_clients} clients, "
-                    f"got {given}. Give one for each client."
+                    f"{name} must have one number, or one for each of {clients.num_clients} "
+                    f"clients, got {given}. Give one for each client."
                 )
         sent = traffic(algorithm, clients)
         examples = np.asarray(clients.train_size, np.float64)
@@ -274,6 +285,43 @@ def deployment_cost(
             cost["hours"] = float(seconds[last]) / 3600
         rows.append(row | cost)
     return rows
+
+
+def _check_costs(name: str, value: Any) -> dict[str, Sequence[Mapping[str, float | int]]]:
+    rows = value.values() if isinstance(value, Mapping) else ()
+    known = [isinstance(row, Mapping) and "total_up" in row for own in rows for row in own]
+    if not known or not all(known):
+        raise TypeError(
+            f"{name} must be rows by name, got {show(value)}. "
+            "Give for instance {'fedavg': deployment_cost(result, clock)}."
+        )
+    return dict(value)
+
+
+@checked(costs=_check_costs, path=check_path, metric=unchecked)
+def plot_costs(
+    costs: Mapping[str, Sequence[Mapping[str, float | int]]],
+    path: str | os.PathLike,
+    *,
+    metric: str = "accuracy",
+) -> None:
+    """Draw a metric against megabytes and against hours, with a curve for each method.
+
+    Args:
+        costs: Rows of `deployment_cost` by the names of the methods.
+        path: Path of the picture. Its suffix (png, pdf or svg) is the format.
+        metric: Name of a column of the rows.
+
+    Raises:
+        ValueError: The rows lack the metric, or matplotlib is not installed.
+        TypeError: The rows are not from `deployment_cost`.
+    """
+    if lacking := [name for name, rows in costs.items() if any(metric not in row for row in rows)]:
+        raise ValueError(
+            f"metric must be a column of all rows, got {metric!r}, which {lacking[0]!r} lacks. "
+            "Name a metric of the task."
+        )
+    plots.save(plots.against_costs(costs, metric), path)
 
 
 def _availability(algorithm: Algorithm, clients: Clients) -> Float[np.ndarray, "C"]:

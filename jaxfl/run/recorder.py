@@ -41,7 +41,8 @@ from jaxfl.types import Algorithm, Clients, Ledger, Tree
 class Result(NamedTuple):
     """Result of a run.
 
-    `metrics` has one row per evaluation. `scores` has each client's scores at the last evaluation,
+    `metrics` has one row per evaluation. `bytes_up` and `bytes_down` are the bytes that one
+    participant sends and receives in one round (see `jaxfl.traffic`). `scores` has each client's scores at the last evaluation,
     and `history` at all evaluations. `states` [C, ...] are on the host. With several processes they
     stay on the devices, and include padding rows.
     """

@@ -96,9 +96,10 @@ class Skellam(Mechanism):
         :math:`s / z_t`, and the L1 sensitivity at most its square, because a whole number is at
         most its square. A plan counts on n shares in each round. A run counts the shares of each
         round, which the ledger notes, and its epsilon is larger than planned if more clients drop
-        out. Dropping out must not depend on data (see `Dropouts`). No theorem here amplifies the epsilon by
-        sampling, because clients who do not take part add no share. Every client therefore counts
-        as taking part in each round that the sampler allows it, of which `MinSeparation` leaves
+        out. Dropping out must not depend on data (see `Dropouts`). No theorem here amplifies the
+        epsilon by sampling, because clients who do not take part add no share. Every client
+        therefore counts as taking part in each round that the sampler allows it, of which
+        `MinSeparation` leaves
         few. The modulus, the steps and the denominator are post-processing. `init` requires that a
         coordinate of a sum wraps with a probability of at most 1e-9, whatever the updates are, and
         the statement has the bound.

@@ -42,9 +42,9 @@ class Result(NamedTuple):
     """Result of a run.
 
     `metrics` has one row per evaluation. `bytes_up` and `bytes_down` are the bytes that one
-    participant sends and receives in one round (see `jaxfl.traffic`). `scores` has each client's scores at the last evaluation,
-    and `history` at all evaluations. `states` [C, ...] are on the host. With several processes they
-    stay on the devices, and include padding rows.
+    participant sends and receives in one round (see `jaxfl.traffic`). `scores` has each client's
+    scores at the last evaluation, and `history` at all evaluations. `states` [C, ...] are on the
+    host. With several processes they stay on the devices, and include padding rows.
     """
 
     server: Tree

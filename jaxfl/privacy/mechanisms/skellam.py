@@ -99,10 +99,9 @@ class Skellam(Mechanism):
         out. Dropping out must not depend on data (see `Dropouts`). No theorem here amplifies the
         epsilon by sampling, because clients who do not take part add no share. Every client
         therefore counts as taking part in each round that the sampler allows it, of which
-        `MinSeparation` leaves
-        few. The modulus, the steps and the denominator are post-processing. `init` requires that a
-        coordinate of a sum wraps with a probability of at most 1e-9, whatever the updates are, and
-        the statement has the bound.
+        `MinSeparation` leaves few. The modulus, the steps and the denominator are post-processing.
+        `init` requires that a coordinate of a sum wraps with a probability of at most 1e-9,
+        whatever the updates are, and the statement has the bound.
     Deviations from the paper: Updates are not rotated, and are rounded to the nearest step.
     Source: Agarwal, Kairouz, Liu, The Skellam Mechanism for Differentially Private Federated
         Learning, NeurIPS 2021 (arXiv:2110.04995).

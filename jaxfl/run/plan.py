@@ -12,10 +12,9 @@ from jaxtyping import Float, Key
 
 from jaxfl.backend import of_devices
 from jaxfl.data.load import Dataset
+from jaxfl.engine.interface import Engine
 from jaxfl.engine.memo import described, first_made, key_of_arrays, key_of_method, remembered
 from jaxfl.engine.program import Points
-from jaxfl.engine.resident import Resident
-from jaxfl.engine.streamed import Stream
 from jaxfl.privacy.audit import Canaries, check_audit
 from jaxfl.privacy.dropouts import with_dropouts
 from jaxfl.privacy.mechanisms import Skellam
@@ -24,9 +23,6 @@ from jaxfl.run.check import check_algorithm, check_mechanism
 from jaxfl.run.randomness import Streams
 from jaxfl.run.recorder import EvaluationSchedule
 from jaxfl.types import Algorithm, Clients, Tree
-
-Engine = Resident | Stream
-"""Rounds and evaluations on the devices, with the clients' states on the devices or the host."""
 
 
 class Settings(NamedTuple):

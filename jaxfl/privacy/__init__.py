@@ -48,8 +48,8 @@ from jaxfl.privacy.statement import format_statement, privacy_statement
 __all__ = [
     "DPSGD", "AdaptiveClip", "BLTNoise", "BallsInBins", "BandedNoise", "Canaries", "CyclicPoisson",
     "Dropouts", "Extrapolated", "FixedSize", "Full", "Krum", "Mechanism", "Median", "MinSeparation",
-    "Poisson", "PrivacyFilter", "PrivateMask", "Release", "Sampling", "Skellam", "TrimmedMean", "blt",
-    "calibrate",
+    "Poisson", "PrivacyFilter", "PrivateMask", "Release", "Sampling", "Skellam", "TrimmedMean",
+    "blt", "calibrate",
     "calibrate_examples", "calibrate_upload", "client_noise", "epsilon", "example_epsilon",
     "fixed_budgets", "format_statement", "largest_cohort", "most_rounds", "paper_noise", "plan",
     "planned_ledger", "privacy_statement", "round_budgets", "round_noise",

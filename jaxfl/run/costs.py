@@ -91,13 +91,13 @@ def traffic_by_point(algorithms: Sequence[Algorithm], clients: Clients) -> list[
     update = jax.make_jaxpr(first.client_update, return_shape=True)
     program, (message, *_) = update(*arguments)
     use = jax.make_jaxpr(first.personalize)(*arguments)
-    down = _bytes(_bits_read(program.jaxpr, count))
-    served = _bytes(_bits_read(use.jaxpr, count))
+    down = _whole_bytes(_bits_read(program.jaxpr, count))
+    served = _whole_bytes(_bits_read(use.jaxpr, count))
     sent = [_bits_sent(algorithm, message, clients.num_clients) for algorithm in algorithms]
-    return [Traffic(_bytes(bits), down, served) for bits in sent]
+    return [Traffic(_whole_bytes(bits), down, served) for bits in sent]
 
 
-def _bytes(bits: float) -> int:
+def _whole_bytes(bits: float) -> int:
     return math.ceil(bits / 8)
 
 
@@ -115,13 +115,14 @@ def _bits_sent(algorithm: Algorithm, message: Message, clients: int) -> float:
         return mechanism.representation.in_units(made.update, made.norm, bound, one), made.row
 
     dense = _size(jax.eval_shape(contribution, message))
+    bits = mechanism.coordinate_bits
     sparse = algorithm.sparse
     if sparse is None or not mechanism.sparse:
-        return dense * mechanism.bits
+        return dense * bits
     coordinates = _size(message.update)
     off_zero = dense - coordinates + float(sparse.values(message.update))
     bitmap = 0 if sparse.public else coordinates
-    return min(dense * mechanism.bits, off_zero * mechanism.bits + bitmap)
+    return min(dense * bits, off_zero * bits + bitmap)
 
 
 def _size(tree: Tree) -> int:

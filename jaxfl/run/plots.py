@@ -345,9 +345,20 @@ def against_costs(found: Mapping[str, Sequence[MetricsRow]], metric: str) -> Fig
             for name, rows in found.items():
                 axes.plot(costs[name], column(rows, metric), label=name, **styles[name])
             axes.set(xlabel=label, xscale="log")
+            _label_decades(axes)
         row[0].set_ylabel(f"test {metric}")
         legend_beside(row[-1])
     return figure
+
+
+def _label_decades(axes: Axes) -> None:
+    """Label 1, 2 and 5 of each decade of a logarithmic axis, in digits."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    # The default labels are formulas, which `_STYLE` shows as texts.
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_locator(NullLocator())
 
 
 def by_round(

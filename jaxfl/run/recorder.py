@@ -217,7 +217,7 @@ class Journal:
         self.pictures = pictures
         self.central = central
         self.best = best
-        self.traffic = traffic or {}
+        self.traffic = dict(traffic or {})
         self.clients = clients
         self.num_clients = clients.num_clients
         self.test_size = np.asarray(clients.test_size)

@@ -129,5 +129,5 @@ def test_shares_are_calibrated_for_the_drawn_clients():
 
 def test_an_availability_fits_the_clients():
     lossy = Mechanism(1.0, 2.0, sampling=Dropouts(Full(), np.full(3, 0.5)))
-    with pytest.raises(ValueError, match="availability must have one probability, or .* 11 clien"):
+    with pytest.raises(ValueError, match=r"availability must have one probability, or .* 11 clien"):
         planned_ledger(lossy, len(small_clients().train), 2)

@@ -186,9 +186,6 @@ class Mechanism:
     communicates: bool = True
     noise: Literal["float", "grid"] = "float"
 
-    bits = 32
-    """Bits of a coordinate that a client sends, in single precision or on a grid."""
-
     def __post_init__(self) -> None:
         if self.noisy and not traced(self.clip) and math.isinf(self.clip):
             raise ValueError(
@@ -446,6 +443,11 @@ class Mechanism:
     def clients_noisy(self) -> bool:
         """Whether clients add noise."""
         return traced(self.client_noise) or bool(np.any(np.asarray(self.client_noise)))
+
+    @property
+    def coordinate_bits(self) -> int:
+        """Bits of a coordinate that a client sends, in single precision or on a grid."""
+        return 32
 
     @property
     def sparse(self) -> bool:

@@ -262,6 +262,11 @@ class Skellam(Mechanism):
         return SharedGrid(self.noise_multiplier, self.steps)
 
     @property
+    def coordinate_bits(self) -> int:
+        """Bits of the modulus."""
+        return self.bits
+
+    @property
     def server_noisy(self) -> bool:
         """False, because clients add all noise."""
         return False

@@ -25,7 +25,6 @@ from jaxfl._validate import (
     checked,
     key_of,
     show,
-    unchecked,
 )
 from jaxfl.privacy.dropouts import Dropouts
 from jaxfl.privacy.mechanisms.gaussian import Participant
@@ -226,7 +225,7 @@ def _check_result(name: str, value: Any) -> Result:
     result = check_instance(name, value, (Result,))
     if result.origin is None or not result.metrics:
         raise ValueError(
-            f"{name} must be from `simulate` or `sweep` and have evaluations, got one without. "
+            f"{name} must be from `simulate` or `sweep` and have evaluations, got a Result without. "
             "Run the method."
         )
     return result
@@ -289,8 +288,10 @@ def deployment_cost(
 
 
 def _check_costs(name: str, value: Any) -> dict[str, Sequence[Mapping[str, float | int]]]:
-    rows = value.values() if isinstance(value, Mapping) else ()
-    known = [isinstance(row, Mapping) and "total_up" in row for own in rows for row in own]
+    tables = value.values() if isinstance(value, Mapping) else ()
+    listed = all(isinstance(rows, Sequence) for rows in tables)
+    rows = [row for rows in tables for row in rows] if listed else []
+    known = [isinstance(row, Mapping) and "total_up" in row for row in rows]
     if not known or not all(known):
         raise TypeError(
             f"{name} must be rows by name, got {show(value)}. "
@@ -299,7 +300,7 @@ def _check_costs(name: str, value: Any) -> dict[str, Sequence[Mapping[str, float
     return dict(value)
 
 
-@checked(costs=_check_costs, path=check_path, metric=unchecked)
+@checked(costs=_check_costs, path=check_path)
 def plot_costs(
     costs: Mapping[str, Sequence[Mapping[str, float | int]]],
     path: str | os.PathLike,

@@ -89,7 +89,7 @@ def test_a_count_of_masked_values_is_that_of_a_message(source):
     values = method.sparse.values(message.update)
     assert values == 64 * 16 / 4 + 16
     # Pixels that are always 0 have weights that do not move.
-    assert 0.8 * values < sent <= values
+    assert 0.7 * values < sent <= values
 
 
 @pytest.mark.parametrize(("name", "further"), [("adaptive clip", 1), ("krum", 0), ("skellam", 0)])

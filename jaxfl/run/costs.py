@@ -225,8 +225,8 @@ def _check_result(name: str, value: Any) -> Result:
     result = check_instance(name, value, (Result,))
     if result.origin is None or not result.metrics:
         raise ValueError(
-            f"{name} must be from `simulate` or `sweep` and have evaluations, got a Result without. "
-            "Run the method."
+            f"{name} must be from `simulate` or `sweep` and have evaluations, "
+            "got a Result without. Run the method."
         )
     return result
 

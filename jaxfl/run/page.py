@@ -154,6 +154,7 @@ def _collect_comparison(folder: pathlib.Path) -> dict[str, Any]:
     # Every epsilon of the other methods has a difference to such a reference.
     reference = next(iter([*silent, *without_noise, *methods]), None)
     differences = found.differences(reference) if reference else []
+    columns = list(dict.fromkeys(name for row in found.rows for name in row))
     results = []
     notes = []
     statements = []
@@ -162,14 +163,14 @@ def _collect_comparison(folder: pathlib.Path) -> dict[str, Any]:
         results.append([*cell, first_seed["stated"], *found.mean(*cell)])
         if found.unseen:
             results[-1] += found.mean(*cell, "unseen")
-        results[-1] += [first_seed.get(name) for name in ("bytes_up", "bytes_down")]
+        # Comparisons of earlier versions have no bytes.
+        results[-1] += [first_seed[name] for name in ("bytes_up", "bytes_down") if name in columns]
         notes += [f"{_cell_name(*cell)}: {note}." for note in found.notes(*cell)]
         statements.append((_cell_name(*cell), _statement_of(first_seed, folder)))
     missing = []
     for row in found.missing:
         point = "; ".join(f"{name} {_in_short(value)}" for name, value in row["chosen"].items())
         missing.append([row["method"], row["epsilon"], row["seed"], point, row["reason"]])
-    columns = list(dict.fromkeys(name for row in found.rows for name in row))
     runs = sorted(folder.glob(f"*/seed=*/*/{report.METRICS}"))
     facts = next((_newest_facts(run.parent) for run in runs), {})
     return {

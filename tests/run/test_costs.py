@@ -129,6 +129,16 @@ def test_rows_of_a_run_and_of_a_sweep_have_the_bytes(tmp_path):
     assert many.metrics[-1]["bytes_up"] == 4 * (512 + 16 + 80 + 10)
 
 
+def test_a_comparison_has_the_bytes_of_its_methods(tmp_path):
+    candidate = jaxfl.Candidate(lambda: private())
+    options = {"rounds": 1, "seeds": (0,), "folder": tmp_path, "progress": False}
+    found = jaxfl.compare({"dp_fedavg": candidate}, CLIENTS, **options)
+    assert found.mean("dp_fedavg", math.inf, "bytes_up")[0] == 4 * ALL
+    assert "| dp_fedavg | 4,840 |" in found.to_markdown("bytes_down")
+    page = (tmp_path / "report.html").read_text()
+    assert "Bytes are those of one participant in one round" in page
+
+
 def test_hours_and_bytes_so_far_are_those_of_a_plain_loop():
     generator = np.random.default_rng(0)
     speed = generator.lognormal(1.0, 1.0, len(SIZES))

@@ -130,7 +130,7 @@ def test_rows_of_a_run_and_of_a_sweep_have_the_bytes(tmp_path):
 
 
 def test_a_comparison_has_the_bytes_of_its_methods(tmp_path):
-    candidate = jaxfl.Candidate(lambda: private())
+    candidate = jaxfl.Candidate(private, {"sampling": [Poisson(0.6)]})
     options = {"rounds": 1, "seeds": (0,), "folder": tmp_path, "progress": False}
     found = jaxfl.compare({"dp_fedavg": candidate}, CLIENTS, **options)
     assert found.mean("dp_fedavg", math.inf, "bytes_up")[0] == 4 * ALL

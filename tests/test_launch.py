@@ -161,6 +161,12 @@ def open_mpi(tasks, task):
     return uri | {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in world.items()}
 
 
+def open_mpi_5(tasks, task):
+    """Variables of Open MPI 5, which has no daemon of that name."""
+    variables = open_mpi(tasks, task) | {"OMPI_VERSION": "5.0.11"}
+    return {name: value for name, value in variables.items() if "orte" not in name}
+
+
 @pytest.fixture
 def cluster(monkeypatch):
     """Set a cluster's variables, and the GPUs that a task sees."""
@@ -264,6 +270,32 @@ def test_without_a_cluster_one_line_says_so(cluster, capsys):
     said = capsys.readouterr().err
     assert "processes must be given outside of a cluster, got none. Give --processes" in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("allocation", [{}, slurm(1, 0, nodes=2)])
+def test_open_mpi_5_needs_a_coordinator(allocation, cluster, capsys, monkeypatch):
+    """Within a job of Slurm, too, whose variables describe other tasks."""
+    monkeypatch.setattr(launch, "find_spec", lambda name: None)
+    cluster(allocation | open_mpi_5(2, 1), FOUR)
+    with pytest.raises(SystemExit) as end:
+        launch.main([__file__])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert "coordinator must be given under Open MPI 5" in said
+    assert "--process $OMPI_COMM_WORLD_RANK" in said
+    assert said.count("\n") == 1
+
+
+def test_a_newer_jax_detects_open_mpi_5(cluster, monkeypatch):
+    class Detected:
+        name = "ompi"
+        opt_in_only_method = False
+        is_env_present = staticmethod(lambda: True)
+
+    monkeypatch.setattr(ClusterEnv, "_cluster_types", [Detected])
+    monkeypatch.setattr(launch, "find_spec", lambda name: name)
+    cluster(open_mpi_5(2, 1), FOUR)
+    assert launch._devices() == [2, 3]
 
 
 def test_a_process_joins_with_its_gpus(cluster, monkeypatch):

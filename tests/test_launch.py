@@ -378,6 +378,18 @@ def test_signals_reach_processes_once_and_a_second_press_kills(times, sent):
     assert one.got == other.got == sent
 
 
+@pytest.mark.parametrize("code", [128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGKILL])
+def test_a_process_that_the_launchers_signal_stopped_did_not_fail(code, monkeypatch, capsys):
+    stops = contextlib.nullcontext([launch._Stop(0.0, signal.SIGTERM)])
+    monkeypatch.setattr(launch, "_stops", lambda: stops)
+    monkeypatch.setattr(launch, "_start", lambda *arguments: {})
+    monkeypatch.setattr(launch, "_wait", lambda *arguments: (0, code))
+    assert launch.main(["--processes", "2", __file__]) == 128 + signal.SIGTERM
+    said = capsys.readouterr().err
+    assert "stopped by SIGTERM. Start all processes again" in said
+    assert "ended with" not in said
+
+
 def test_signals_are_only_noted():
     before = signal.getsignal(signal.SIGTERM)
     with launch._stops() as stops:

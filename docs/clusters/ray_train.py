@@ -14,8 +14,9 @@ from ray.train.v2.jax import JaxTrainer
 def work(config: dict) -> None:
     """Run in one worker."""
     # The driver must not start JAX, so only workers import it.
-    import jaxfl
     import run
+
+    import jaxfl
 
     jaxfl.configure()
     run.main(config["folder"], *config["rounds"])

@@ -272,10 +272,14 @@ def test_without_a_cluster_one_line_says_so(cluster, capsys):
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize("allocation", [{}, slurm(1, 0, nodes=2)])
-def test_open_mpi_5_needs_a_coordinator(allocation, cluster, capsys, monkeypatch):
-    """Within a job of Slurm, too, whose variables describe other tasks."""
-    monkeypatch.setattr(launch, "find_spec", lambda name: None)
+@pytest.mark.parametrize(
+    ("allocation", "found"), [({}, None), (slurm(1, 0, nodes=2), None), (slurm(1, 0, nodes=2), 1)]
+)
+def test_open_mpi_5_needs_a_coordinator(allocation, found, cluster, capsys, monkeypatch):
+    """Within a job of Slurm, too, whose variables describe other tasks, and with mpi4py."""
+    types = [kind for kind in ClusterEnv._cluster_types if kind.name == "slurm"]
+    monkeypatch.setattr(ClusterEnv, "_cluster_types", types)
+    monkeypatch.setattr(launch, "find_spec", lambda name: found)
     cluster(allocation | open_mpi_5(2, 1), FOUR)
     with pytest.raises(SystemExit) as end:
         launch.main([__file__])

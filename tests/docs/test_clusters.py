@@ -23,7 +23,7 @@ POD = JOB["spec"]["template"]["spec"]
 
 def options(text):
     """What the launcher reads of a script's command."""
-    command = re.search(r"python -m jaxfl\.launch (.*)", text.replace("\\\n", " "))[1]
+    (command,) = re.findall(r"python -m jaxfl\.launch (.*)", text.replace("\\\n", " "))
     return dict(re.findall(r"--(\w+) (\S+)", command)), shlex.split(command)
 
 
@@ -42,7 +42,9 @@ def test_slurm_starts_one_task_per_node_and_time_remains_to_save():
     set_ = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", text, re.MULTILINE))
     assert set_["ntasks-per-node"] == "1"
     # A run looks for signals after at most ten seconds, and may have a round that takes longer.
-    assert int(re.fullmatch(r"TERM@(\d+)", set_["signal"])[1]) >= 60
+    name, seconds = set_["signal"].split("@")
+    assert name == "TERM"
+    assert int(seconds) >= 60
     assert "requeue" in set_
     assert options(text)[1] == ["run.py", "$@"]
 

@@ -48,6 +48,8 @@ def test_the_other_signal_is_a_second_request_only_after_a_second(first, other, 
 
 def test_a_second_signal_anywhere_in_the_handler_or_at_the_end_neither_hangs_nor_is_lost():
     """Sent again at each instruction that Python runs on the first one's behalf, in one run after the other."""
+    # Python 3.12 traces instructions only if a frame has asked before `settrace`.
+    sys._getframe().f_trace_opcodes = True
     step, reached = 0, True
     while reached:
         left, reached = step, False

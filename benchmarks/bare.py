@@ -89,7 +89,7 @@ def sum_over_clients(
             full one.
     """
     mesh = population.mesh
-    slots_per_device = population.clients.number // mesh.size
+    slots_per_device = population.num_slots // mesh.size
 
     def device(*arguments: Tree) -> Tree:
         def add(i: Array, total: Tree) -> Tree:

@@ -42,7 +42,7 @@ def main(config: Config) -> None:
     """Time all rounds in turn."""
     work = dataclasses.replace(WORKLOADS[config.workload], clients=config.population)
     population = place(clients_of(*examples_of(work)))
-    per_device = population.clients.number // population.mesh.size
+    per_device = population.num_slots // population.mesh.size
     usual = usual_chunk(algorithm_of(work), population)
     sizes = [(chunk, config.population) for chunk in config.chunks if chunk <= per_device]
     sizes += [(usual, cohort) for cohort in config.cohorts if (usual, cohort) not in sizes]

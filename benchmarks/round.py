@@ -148,8 +148,10 @@ def _parts(
         return lambda: program(server, states, clients)
 
     def sampling(key: Array) -> Array:
-        sampled = mechanism.sampling.sample(key, population.number, 0)
-        return jnp.nonzero(sampled, size=population.number, fill_value=population.number)[0]
+        sampled = mechanism.sampling.sample(key, population.num_clients, 0)
+        return jnp.nonzero(sampled, size=population.num_clients, fill_value=population.num_clients)[
+            0
+        ]
 
     def client_update(slot: Array, server: Any, states: States, clients: Clients) -> Tree:
         client_key, data = (

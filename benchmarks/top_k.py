@@ -122,7 +122,7 @@ def _client(name: str, source: Any, config: Config) -> Callable[[], Any]:
         head=LocalSGD(optax.sgd(0.01), config.batch_size),
     )
     clients = jax.tree.map(jnp.asarray, make_clients(data, [np.arange(len(inputs))], [[]]))
-    server, state = algorithm.init(jax.random.key(0), clients.number)
+    server, state = algorithm.init(jax.random.key(0), clients.num_clients)
     rows = ClientData(clients.inputs, clients.labels, clients.train[0], clients.train_size[0])
     first = jax.tree.map(lambda leaf: leaf[0], state)
     program = jax.jit(

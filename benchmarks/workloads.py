@@ -125,7 +125,7 @@ def usual_chunk(algorithm: Algorithm, population: Population) -> int:
     key = jax.random.key(0)
     numbers = np.int32(0), np.int32(1)
     arguments = (key, *numbers, *initialize(key, key, algorithm, population))
-    most = population.clients.number // mesh.size
+    most = population.num_slots // mesh.size
     return fastest(rounds_of(algorithm, population), most, arguments, mesh, ("benchmark",)).chunk
 
 

@@ -72,9 +72,9 @@ def schedule_free(state: Tree) -> list[Any]:
     return states_of(state, lambda part: isinstance(part, optax.contrib.ScheduleFreeState))
 
 
-def init_clients(params: Params, number: int) -> Params:
+def init_clients(params: Params, num_clients: int) -> Params:
     """Return client states [C, ...] that all equal `params`."""
-    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (number, *leaf.shape)), params)
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_clients, *leaf.shape)), params)
 
 
 def server_step(optimizer: optax.GradientTransformation, server: Server, aggregate: Tree) -> Server:

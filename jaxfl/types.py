@@ -102,7 +102,7 @@ class Clients(NamedTuple):
     test_size: Int[Array | np.ndarray, "C"]
 
     @property
-    def number(self) -> int:
+    def num_clients(self) -> int:
         """The number C of clients."""
         return len(self.train)
 
@@ -276,8 +276,8 @@ class Terms(NamedTuple):
 class Algorithm(NamedTuple):
     """A method: pure functions over one client and the server, and one static mechanism.
 
-    - `init(key, number) -> (server, client_states)` makes the first states. Client states have a
-      leading axis C, the number of clients.
+    - `init(key, num_clients) -> (server, client_states)` makes the first states. Client states have
+      a leading axis C, the number of clients.
     - `client_update(key, server, client, data) -> (message, client, info)` reads ONE client.
     - `server_update(server, aggregate) -> server` reads the aggregate only, which is already
       clipped, weighted, noised and divided. The `info` of clients is for reports. If the

@@ -15,10 +15,10 @@ DIGITS = load("digits")
 
 def run(key, algorithm, clients, rounds):
     """Rounds as the engine's documentation states them, one client at a time."""
-    mechanism, count = algorithm.mechanism, clients.number
+    mechanism, count = algorithm.mechanism, clients.num_clients
     rows = padded(clients.train)
     init_key, run_key, _ = jax.random.split(key, 3)
-    server, states = jax.jit(lambda key: algorithm.init(key, clients.number))(init_key)
+    server, states = jax.jit(lambda key: algorithm.init(key, clients.num_clients))(init_key)
     states = [jax.tree.map(lambda leaf, i=i: leaf[i], jax.device_get(states)) for i in range(count)]
     update_fn, server_update = jax.jit(algorithm.client_update), jax.jit(algorithm.server_update)
     aggregates = []  # of rounds that moved the server

@@ -83,7 +83,7 @@ def runner(algorithm, clients, *, chunk=1, devices=1):
             places = jax.tree.map(lambda leaf: leaf.sharding, left)
             left = jax.device_put(jax.device_get(left), places)
         center, states, records = step.func(population.clients, run_key, cut, rounds - cut, *left)
-        states = jax.tree.map(lambda leaf: leaf[: clients.number], states.tree())
+        states = jax.tree.map(lambda leaf: leaf[: clients.num_clients], states.tree())
         return jax.device_get((center.server, states, records))
 
     return rounds_of
@@ -138,7 +138,7 @@ def test_order_of_clients_changes_nothing():
         mechanism=Mechanism(sampling=Full()),
     )
     clients = small_clients()
-    order = np.random.default_rng(0).permutation(clients.number)
+    order = np.random.default_rng(0).permutation(clients.num_clients)
     permuted = clients._replace(
         train=Lists.of([clients.train[i] for i in order]),
         train_size=clients.train_size[order],
@@ -168,11 +168,13 @@ def test_neighbours_move_the_aggregate_by_at_most_the_sensitivity(name):
     if mechanism.denominator == "participants" and not isinstance(mechanism.sampling, Full):
         pytest.skip("what another denominator changes is no sensitivity")
     absent = clients._replace(
-        train_size=np.where(np.arange(clients.number) == 4, 0, clients.train_size)
+        train_size=np.where(np.arange(clients.num_clients) == 4, 0, clients.train_size)
     )
     weights = mechanism.weight_table[0]
     denominator = (
-        mechanism.sampling.expected(clients.number) * weights.mean() / weights[4 % len(weights)]
+        mechanism.sampling.expected(clients.num_clients)
+        * weights.mean()
+        / weights[4 % len(weights)]
     )
     for seed in range(20):  # until the client takes part
         key = jax.random.key(seed)
@@ -212,8 +214,8 @@ def test_noise_has_the_stated_std_on_the_stated_support(name):
         [v.ravel() for v in jax.tree.leaves(optax.tree.sub(received(server), mean))]
     )
     participants = records.ledger.participants[0]
-    weights = np.broadcast_to(mechanism.weight_table[0], clients.number)
-    expected = mechanism.sampling.expected(clients.number) * weights.mean()
+    weights = np.broadcast_to(mechanism.weight_table[0], clients.num_clients)
+    expected = mechanism.sampling.expected(clients.num_clients) * weights.mean()
     noise = noise * (
         weights[participants].sum() if mechanism.denominator == "participants" else expected
     )
@@ -277,7 +279,7 @@ def _dies_in_round(number):
 def test_ledger_says_what_the_mechanism_planned(name):
     (algorithm, run), clients = method(name), small_clients()
     ledger = run(clients, ROUNDS, KEY)[2].ledger
-    planned = planned_ledger(algorithm.mechanism, clients.number, ROUNDS)
+    planned = planned_ledger(algorithm.mechanism, clients.num_clients, ROUNDS)
     np.testing.assert_allclose(ledger.noise_multiplier, planned.noise_multiplier, rtol=1e-6)
     if getattr(algorithm.mechanism, "release", None) is None:
         np.testing.assert_allclose(ledger.client_noise, planned.client_noise, rtol=1e-6)
@@ -295,5 +297,5 @@ def test_the_table_covers_every_algorithm():
     elsewhere = {"byzantine", "fedbuff"}  # what is sent is no longer the method's
     builders = {name for name, of in hints.items() if of["return"] is Algorithm} - elsewhere
     assert covered == builders
-    assert len(SIZES) == small_clients().number
+    assert len(SIZES) == small_clients().num_clients
     assert jnp.zeros(1).devices() <= set(jax.devices())

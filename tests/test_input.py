@@ -321,7 +321,7 @@ def test_an_own_algorithm_whose_functions_do_not_fit_is_refused(algorithm, named
 
 
 def test_client_states_of_another_shape_name_both_shapes(never_runs):
-    states = {"w": jnp.zeros((CLIENTS.number, 3))}
+    states = {"w": jnp.zeros((CLIENTS.num_clients, 3))}
     own = BASE._replace(
         init=lambda key, clients: (BASE.init(key, clients)[0], states),
         client_update=lambda key, server, client, data: (

@@ -513,7 +513,7 @@ def test_the_contract_holds_for_other_tasks(name, method):
     assert_close(stores[0].server, stores[1].server)
     assert stores[0].statement == stores[1].statement
     planned = epsilon(
-        planned_ledger(algorithm.mechanism, clients.number, ROUNDS), algorithm.mechanism
+        planned_ledger(algorithm.mechanism, clients.num_clients, ROUNDS), algorithm.mechanism
     ).value
     assert stores[0].statement["honest"]["aggregate"]["epsilon"] == pytest.approx(planned)
     assert records.ledger.participants.any()

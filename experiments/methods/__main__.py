@@ -271,7 +271,7 @@ def run(task: str, options: Options) -> Result:
 def largest_class(clients: Clients) -> float:
     """Return the mean test accuracy of clients that always predict their largest training class."""
     labels, found = np.asarray(clients.labels), []
-    for i in range(clients.number):
+    for i in range(clients.num_clients):
         train = labels[clients.train[i][: clients.train_size[i]]]
         found.append(
             np.mean(labels[clients.test[i][: clients.test_size[i]]] == np.bincount(train).argmax())

@@ -155,7 +155,7 @@ def run(options: Options) -> Mapping[str, Any]:
     noise = {
         cell: calibrate(
             epsilon,
-            clients=tested.number,
+            clients=tested.num_clients,
             rounds=setting.rounds,
             sampling=Poisson(setting.rate),
             accountant="pld",
@@ -235,7 +235,7 @@ def run(options: Options) -> Mapping[str, Any]:
         }
     return {
         "setting": setting._asdict(),
-        "clients": tested.number,
+        "clients": tested.num_clients,
         "characters": sum(map(len, shakespeare.roles().values())),
         "windows": {"train": int(np.sum(tested.train_size)), "test": int(np.sum(tested.test_size))},
         "parameters": sum(
@@ -245,7 +245,7 @@ def run(options: Options) -> Mapping[str, Any]:
         "cells": cells,
         "alone": columns_of([result.metrics[-1] for result in by_itself])
         | {
-            "clients": few_tested.number,
+            "clients": few_tested.num_clients,
             "rates": alone_rates,
             "validation": [accuracies(result.metrics) for result in results],
             "chosen": chosen.chosen | {"epochs": chosen.rounds},

@@ -89,10 +89,10 @@ def apfl(
     }
     base = dp_fedavg(model, server_optimizer=server_optimizer, **private)
 
-    def init(key: Key[Array, ""], number: int) -> tuple[Server, Own]:
-        server, _ = base.init(key, number)
+    def init(key: Key[Array, ""], num_clients: int) -> tuple[Server, Own]:
+        server, _ = base.init(key, num_clients)
         own = Own(server.params, jnp.asarray(alpha, jnp.float32))
-        return server, init_clients(own, number)
+        return server, init_clients(own, num_clients)
 
     def apply(weights: tuple[Params, Own], x: Array, *key: Array) -> Any:
         shared, client = weights

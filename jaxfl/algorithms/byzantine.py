@@ -47,13 +47,13 @@ def byzantine(
     """
     indices = np.unique(np.asarray(liars, np.int32))
 
-    def init(key: Key[Array, ""], number: int) -> tuple[Tree, Tree]:
-        if indices.size and indices[-1] >= number:
+    def init(key: Key[Array, ""], num_clients: int) -> tuple[Tree, Tree]:
+        if indices.size and indices[-1] >= num_clients:
             raise ValueError(
-                f"liars must be indices of the {number} clients, got {show(liars)}. "
-                f"Give whole numbers from 0 to {number - 1}."
+                f"liars must be indices of the {num_clients} clients, got {show(liars)}. "
+                f"Give whole numbers from 0 to {num_clients - 1}."
             )
-        return algorithm.init(key, number)
+        return algorithm.init(key, num_clients)
 
     def client_update(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> tuple:
         message, client, info = algorithm.client_update(key, server, client, data)

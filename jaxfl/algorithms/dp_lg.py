@@ -64,9 +64,9 @@ def dp_lg(
     check_head(model)
     check_extractor(model)
 
-    def init(key: Key[Array, ""], number: int) -> tuple[Server, Params]:
+    def init(key: Key[Array, ""], num_clients: int) -> tuple[Server, Params]:
         extractor, head = split_head(model, model.init(key))
-        return init_server(head, server_optimizer), init_clients(extractor, number)
+        return init_server(head, server_optimizer), init_clients(extractor, num_clients)
 
     def client_update(
         key: Key[Array, ""], server: Server, client: Params, data: ClientData

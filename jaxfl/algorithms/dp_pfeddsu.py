@@ -231,30 +231,30 @@ def dp_pfeddsu_paper(
     return method._replace(name="dp_pfeddsu_paper", terms=Terms(delta, claimed))
 
 
-def _check_layers(model: Model, number: int | None) -> int:
+def _check_layers(model: Model, num_layers: int | None) -> int:
     """Return how many layers may be sparse, and check that a given number fits the model."""
-    if number is None:
+    if num_layers is None:
         return 4
     shapes = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
     extractor = {name: shapes[name] for name in shapes.keys() - set(model.head)}
-    most = len(_sparse(model, extractor, number))
-    if number > most:
+    most = len(_sparse(model, extractor, num_layers))
+    if num_layers > most:
         raise ValueError(
             f"sparse_layers must be at most {most}, the number of layers with a kernel in the "
-            f"extractor of {model.name}, got {number}. Leave sparse_layers out for the last 4, or "
-            "all if there are fewer."
+            f"extractor of {model.name}, got {num_layers}. Leave sparse_layers out for the last 4, "
+            "or all if there are fewer."
         )
-    return number
+    return num_layers
 
 
-def _sparse(model: Model, params: Params, number: int) -> list[str]:
-    """Return the last `number` layers of an extractor that have a kernel."""
+def _sparse(model: Model, params: Params, num_layers: int) -> list[str]:
+    """Return the last `num_layers` layers of an extractor that have a kernel."""
     kernels = [
         name
         for name in model.layers
         if any(leaf.ndim >= 2 for leaf in jax.tree.leaves(params.get(name)))
     ]
-    return kernels[max(0, len(kernels) - number) :]
+    return kernels[max(0, len(kernels) - num_layers) :]
 
 
 def _sparsified(
@@ -338,10 +338,10 @@ def _sparsified(
         extra = support if isinstance(mechanism, PrivateMask) else None
         return Message(update, extra), fitted, info
 
-    def init(key: Key[Array, ""], number: int) -> tuple[SparseServer, Params]:
+    def init(key: Key[Array, ""], num_clients: int) -> tuple[SparseServer, Params]:
         extractor, head = split_head(model, model.init(key))
         server = init_sparse(key, extractor, server_optimizer, masks)
-        return server, init_clients(head, number)
+        return server, init_clients(head, num_clients)
 
     def server_update(server: SparseServer, aggregate: Tree) -> SparseServer:
         # Dropping the noise off a public support costs no privacy.

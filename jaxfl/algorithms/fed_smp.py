@@ -82,7 +82,7 @@ def fed_smp(
     def masks(params: Params, public: UInt32[Array, "2"]) -> tuple[Tree, Tree]:
         return (), random_masks(public_key(public), params, model.layers, density)
 
-    def init(key: Key[Array, ""], number: int) -> tuple[SparseServer, Tree]:
+    def init(key: Key[Array, ""], num_clients: int) -> tuple[SparseServer, Tree]:
         return init_sparse(key, model.init(key), server_optimizer, masks), ()
 
     def client_update(

@@ -53,8 +53,8 @@ def local_only(
     False
     """
 
-    def init(key: Key[Array, ""], number: int) -> tuple[Tree, Tree]:
-        return (), init_clients(model.init(key), number)
+    def init(key: Key[Array, ""], num_clients: int) -> tuple[Tree, Tree]:
+        return (), init_clients(model.init(key), num_clients)
 
     def client_update(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> tuple:
         del server
@@ -111,8 +111,8 @@ def fedavg(
     'fedavg'
     """
 
-    def init(key: Key[Array, ""], number: int) -> tuple[Server, Tree]:
-        del number
+    def init(key: Key[Array, ""], num_clients: int) -> tuple[Server, Tree]:
+        del num_clients
         return init_server(model.init(key), server_optimizer), ()
 
     def client_update(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> tuple:
@@ -303,9 +303,9 @@ def keeps_models(base: Algorithm, name: str, client_update: Callable[..., tuple]
             server's initial parameters.
     """
 
-    def init(key: Key[Array, ""], number: int) -> tuple[Server, Params]:
-        server, _ = base.init(key, number)
-        return server, init_clients(server.params, number)
+    def init(key: Key[Array, ""], num_clients: int) -> tuple[Server, Params]:
+        server, _ = base.init(key, num_clients)
+        return server, init_clients(server.params, num_clients)
 
     return base._replace(
         name=name,

@@ -63,8 +63,8 @@ def fedbuff(algorithm: Algorithm, *, staleness: int) -> Algorithm:
             "Choose a method that sends updates, because stale starts bias weights."
         )
 
-    def init(key: Key[Array, ""], number: int) -> tuple[Versions, Tree]:
-        server, clients = algorithm.init(key, number)
+    def init(key: Key[Array, ""], num_clients: int) -> tuple[Versions, Tree]:
+        server, clients = algorithm.init(key, num_clients)
         return Versions(server, init_clients(server, staleness + 1)), clients
 
     def client_update(

@@ -266,9 +266,9 @@ def _personalized(
         count = sum(leaf.size for leaf in jax.tree.leaves(personal))
         return params, info | {"personal": optax.tree.sum(personal) / count}
 
-    def init(key: Key[Array, ""], number: int) -> tuple[Server, Params]:
+    def init(key: Key[Array, ""], num_clients: int) -> tuple[Server, Params]:
         params = model.init(key)
-        return init_server(params, server_optimizer), init_clients(params, number)
+        return init_server(params, server_optimizer), init_clients(params, num_clients)
 
     def client_update(
         key: Key[Array, ""], server: Server, client: Params, data: ClientData

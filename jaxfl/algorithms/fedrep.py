@@ -219,9 +219,9 @@ def private_head(model: Model) -> Parts:
 def start_parts(model: Model, parts: Parts, optimizer: optax.GradientTransformation) -> Callable:
     """Return an `init` for a server with the shared part and clients with one personal part."""
 
-    def init(key: Key[Array, ""], number: int) -> tuple[Server, Params]:
+    def init(key: Key[Array, ""], num_clients: int) -> tuple[Server, Params]:
         shared, personal = parts.cut(model.init(key))
-        return init_server(shared, optimizer), init_clients(personal, number)
+        return init_server(shared, optimizer), init_clients(personal, num_clients)
 
     return init
 

@@ -68,8 +68,8 @@ def ifca(
     'ifca'
     """
 
-    def init(key: Key[Array, ""], number: int) -> tuple[Server, Tree]:
-        del number
+    def init(key: Key[Array, ""], num_clients: int) -> tuple[Server, Tree]:
+        del num_clients
         several = jax.vmap(model.init)(jax.random.split(key, clusters))
         return init_server(several, server_optimizer), ()
 
@@ -113,6 +113,6 @@ def ifca(
     )
 
 
-def _one_of(several: Params, number: Int[Array, ""]) -> Params:
+def _one_of(several: Params, index: Int[Array, ""]) -> Params:
     """Return one of several stacked models."""
-    return jax.tree.map(lambda leaf: leaf[number], several)
+    return jax.tree.map(lambda leaf: leaf[index], several)

@@ -277,8 +277,8 @@ def _one_shot(
 
         return summed(model, data, of_batch)
 
-    def init(key: Key[Array, ""], number: int) -> tuple[OneShotServer, Tree]:
-        del number
+    def init(key: Key[Array, ""], num_clients: int) -> tuple[OneShotServer, Tree]:
+        del num_clients
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         return OneShotServer(model.init(key), zeros, jnp.zeros(())), ()
 

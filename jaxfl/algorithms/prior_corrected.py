@@ -166,8 +166,8 @@ def prior_corrected(
         change = functools.partial(add, offset_of(data))
         return update_through(change, algorithm, key, server, client, data)
 
-    def init(key: Key[Array, ""], number: int) -> tuple[Counted, Tree]:
-        method, clients = algorithm.init(key, number)
+    def init(key: Key[Array, ""], num_clients: int) -> tuple[Counted, Tree]:
+        method, clients = algorithm.init(key, num_clients)
         server = Counted(
             method, total=jnp.zeros(classes), squares=jnp.zeros(()), rounds=jnp.zeros(())
         )

@@ -94,12 +94,12 @@ def scaffold(
         delta=delta,
     )
 
-    def init(key: Key[Array, ""], number: int) -> tuple[ScaffoldServer, Params]:
-        plain, _ = base.init(key, number)
+    def init(key: Key[Array, ""], num_clients: int) -> tuple[ScaffoldServer, Params]:
+        plain, _ = base.init(key, num_clients)
         control = optax.tree.zeros_like(plain.params)
-        share = jnp.asarray(sampling.expected(number) / number, jnp.float32)
+        share = jnp.asarray(sampling.expected(num_clients) / num_clients, jnp.float32)
         server = ScaffoldServer(plain.params, plain.optimizer, control, share)
-        return server, init_clients(control, number)
+        return server, init_clients(control, num_clients)
 
     def client_update(
         key: Key[Array, ""], server: ScaffoldServer, client: Params, data: ClientData

@@ -200,15 +200,15 @@ def leave_out(clients: Clients, share: float = 0.1, *, seed: int) -> tuple[Clien
     >>> data = inputs, labels, inputs[:0], labels[:0]
     >>> clients = make_clients(data, [[0, 1], [2], [3], [4]], [[], [], [], []])
     >>> participants, unseen = leave_out(clients, 0.25, seed=0)
-    >>> participants.number, unseen.number
+    >>> participants.num_clients, unseen.num_clients
     (3, 1)
     """
-    number = clients.number
-    if number < 2:
-        raise ValueError(f"clients must be at least 2, got {number}. Give more clients.")
-    count = min(max(1, round(share * number)), number - 1)
+    num_clients = clients.num_clients
+    if num_clients < 2:
+        raise ValueError(f"clients must be at least 2, got {num_clients}. Give more clients.")
+    count = min(max(1, round(share * num_clients)), num_clients - 1)
     # The seed alone may have drawn the partition, and this draw must not depend on that one.
-    drawn = np.random.default_rng([seed, _LEFT_OUT]).permutation(number)
+    drawn = np.random.default_rng([seed, _LEFT_OUT]).permutation(num_clients)
     participants = _some(clients, np.sort(drawn[count:]))
     left_out = _some(clients, np.sort(drawn[:count]))
     return participants, left_out
@@ -275,7 +275,7 @@ def shard(clients: Clients, shards: int, own: Sequence[int] | None = None) -> Cl
         return clients._replace(train=train, test=test)
     inputs = np.asarray(clients.inputs)
     labels = np.asarray(clients.labels)
-    per_block = -(-clients.number // shards)
+    per_block = -(-clients.num_clients // shards)
     of_block = [slice(b * per_block, (b + 1) * per_block) for b in range(shards)]
     rows = [[rows_of(lists, size[part], part) for part in of_block] for lists, size in splits]
     kept = [np.unique(np.concatenate(both)) for both in zip(*rows, strict=True)]

@@ -242,15 +242,15 @@ def _read_rows(
     """Read the columns of these names, and the owners, of training rows and test rows."""
     owners = _owners("frame", frame, owner)
     columns = {name: _read_column(f"frame[{name!r}]", frame[name]) for name in names}
-    number = len(frame[names[0]])
+    num_rows = len(frame[names[0]])
     if isinstance(test, Mapping):
         _check_complete(test, names)
         further = {name: _read_column(f"test[{name!r}]", test[name]) for name in names}
         columns = {name: _with_test(name, columns[name], further[name]) for name in names}
-        trained = np.arange(number + len(test[names[0]])) < number
+        trained = np.arange(num_rows + len(test[names[0]])) < num_rows
         return _Rows(columns, trained, owners, _owners("test", test, owner))
     tested = (
-        np.zeros(number, bool) if test is None else _drawn_for_tests(test, number, owners, seed)
+        np.zeros(num_rows, bool) if test is None else _drawn_for_tests(test, num_rows, owners, seed)
     )
     if owners is None:
         return _Rows(columns, ~tested, None, None)
@@ -473,7 +473,7 @@ def _numbered(
     name: str, values: Shaped[np.ndarray, "n"], classes: Sequence[Any]
 ) -> Int[np.ndarray, "n"]:
     """Return the position of each value among the classes."""
-    position = {choice: number for number, choice in enumerate(classes)}
+    position = {choice: index for index, choice in enumerate(classes)}
     for value in values:
         _check_class(name, value, position)
     return np.array([*map(position.get, values)], np.int32)

@@ -238,10 +238,10 @@ def label_share(
     """
     rng = np.random.default_rng(seed)
     classes = np.unique(labels)
-    number = max(1, round(share * len(classes)))
+    num_classes = max(1, round(share * len(classes)))
     rank = np.argsort(rng.random((clients, len(classes))), axis=1).argsort(axis=1)
-    owned = rank < number
-    while clients * number >= len(classes) and not owned.any(0).all():
+    owned = rank < num_classes
+    while clients * num_classes >= len(classes) and not owned.any(0).all():
         orphan = owned.sum(0).argmin()
         client, label = _pick(rng, np.argwhere(owned & (owned.sum(0) > 1)))
         owned[client, orphan] = True

@@ -88,8 +88,8 @@ def compile_evaluation(
                 in_specs=(by_client, P(), by_client, population.layout),
                 out_specs=by_client,
                 check_vma=False,
-            )(first + jnp.arange(clients.number), server, states, clients)
-            return jax.tree.map(lambda leaf: leaf[: population.number], scores)
+            )(first + jnp.arange(clients.num_clients), server, states, clients)
+            return jax.tree.map(lambda leaf: leaf[: population.num_clients], scores)
 
         return over_points(scores_of, algorithm)(key, server, states)
 
@@ -103,7 +103,7 @@ def _client(
     algorithm: Algorithm,
     key: Key[Array, ""],
     slot: Int[Array, ""],
-    number: Int[Array, ""],
+    client_id: Int[Array, ""],
     server: Tree,
     states: States,
     population: Population,
@@ -112,8 +112,8 @@ def _client(
     clients = population.clients
 
     def personal(capacity: int) -> Params:
-        data = data_of(clients, slot, number, capacity, index=last, size=population.size)
-        return algorithm.personalize(jax.random.fold_in(key, number), server, states[slot], data)
+        data = data_of(clients, slot, client_id, capacity, index=last, size=population.size)
+        return algorithm.personalize(jax.random.fold_in(key, client_id), server, states[slot], data)
 
     params = by_capacity(population.capacities, clients.train_size[slot], personal)
     scores = functools.partial(_scores, algorithm.model, params, clients, slot)
@@ -135,24 +135,24 @@ def _scores(
     per_block = blocks_of(capacity, batch)[1]
     shape = (per_block, batch)
 
-    def examples_of(number: Int[Array, ""] | int) -> tuple[Array, Array, Bool[Array, "b B"]]:
-        positions = (number * per_block * batch + jnp.arange(per_block * batch)).reshape(shape)
+    def examples_of(block_index: Int[Array, ""] | int) -> tuple[Array, Array, Bool[Array, "b B"]]:
+        positions = (block_index * per_block * batch + jnp.arange(per_block * batch)).reshape(shape)
         real = positions < size
         places = jnp.where(real, clients.test.start[slot] + positions, 0)
         rows = jnp.where(real, clients.test.flat[places], 0)
         return clients.inputs[rows], clients.labels[rows], real
 
-    def block(number: Int[Array, ""], sums: Tree) -> Tree:
+    def block(block_index: Int[Array, ""], sums: Tree) -> Tree:
         # The inputs of a block are prepared before its loop, as in training. Inside the loop XLA
         # would fuse the change of layout with the network.
-        inputs, labels, real = examples_of(number)
+        inputs, labels, real = examples_of(block_index)
         x = jax.vmap(model.prepare)(inputs)
 
         def test(i: Int[Array, ""], sums: Tree) -> Tree:
             own = sums_of(params, x[i], labels[i], real[i])
             return {name: metric.merge(sums[name], own[name]) for name, metric in metrics.items()}
 
-        left = jnp.minimum(per_block, batches - number * per_block)
+        left = jnp.minimum(per_block, batches - block_index * per_block)
         return lax.fori_loop(0, longest(left), test, sums)
 
     def sums_of(

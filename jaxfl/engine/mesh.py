@@ -33,7 +33,7 @@ class Population(NamedTuple):
     """Clients on a mesh of devices, and what their programs depend on."""
 
     clients: Clients
-    number: int
+    num_clients: int
     """Number of clients, without the padding that gives each device equally many."""
     mesh: Mesh
     layout: P | Clients = P("clients")
@@ -50,6 +50,11 @@ class Population(NamedTuple):
     test_capacities: tuple[int, ...] = ()
     """Numbers of test positions that programs are made for."""
 
+    @property
+    def num_slots(self) -> int:
+        """Number of clients, with the padding that gives each device equally many."""
+        return self.clients.num_clients
+
 
 def mesh_of(clients: Clients, devices: list[jax.Device] | None) -> Mesh:
     """Return a mesh with one axis `clients`, on at most as many devices as there are clients.
@@ -57,7 +62,7 @@ def mesh_of(clients: Clients, devices: list[jax.Device] | None) -> Mesh:
     The devices are ordered by process. None stands for all devices of the default backend.
     """
     ordered = sorted(devices or jax.devices(), key=lambda device: device.process_index)
-    return Mesh(np.array(ordered[: max(1, clients.number)]), ("clients",))
+    return Mesh(np.array(ordered[: max(1, clients.num_clients)]), ("clients",))
 
 
 def place(clients: Clients, devices: list[jax.Device] | None = None) -> Population:
@@ -79,8 +84,8 @@ def place(clients: Clients, devices: list[jax.Device] | None = None) -> Populati
     if len({device.process_index for device in devices}) < jax.process_count():
         raise ValueError(
             f"devices must include one of each of {jax.process_count()} processes, got "
-            f"{len(devices)} devices for {clients.number} clients. Give devices of every process "
-            "and more clients, or start fewer processes."
+            f"{len(devices)} devices for {clients.num_clients} clients. Give devices of every "
+            "process and more clients, or start fewer processes."
         )
     sharding = NamedSharding(mesh, P("clients"))
 
@@ -93,7 +98,7 @@ def place(clients: Clients, devices: list[jax.Device] | None = None) -> Populati
         return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
     placed = jax.tree.map(put, in_rows(shard(clients, mesh.size, local)))
-    return sized(Population(placed, clients.number, mesh), clients)
+    return sized(Population(placed, clients.num_clients, mesh), clients)
 
 
 def sized(population: Population, clients: Clients) -> Population:
@@ -186,7 +191,7 @@ def by_capacity(
 def data_of(
     clients: Clients,
     slot: Int[Array, ""] | int,
-    number: Int[Array, ""] | int,
+    client_id: Int[Array, ""] | int,
     capacity: int,
     noise: StepNoise | None = None,
     index: Int[Array, ""] | int = 0,
@@ -197,7 +202,7 @@ def data_of(
     Args:
         clients: The clients on the devices.
         slot: Position of the client among them.
-        number: Index of the client among all clients.
+        client_id: Index of the client among all clients.
         capacity: Number of positions of its data, at least its size.
         noise: Noise of its private local steps. None stands for no such steps.
         index: Index of the round.
@@ -211,7 +216,7 @@ def data_of(
         clients.labels,
         rows.flat,
         own,
-        number,
+        client_id,
         noise,
         index,
         rows.start[slot],

@@ -83,7 +83,7 @@ def compile_states(
 
     def placed(algorithm: Algorithm, key: Key[Array, ""], states: Tree) -> States:
         if states is None:
-            _, states = algorithm.init(key, population.number)
+            _, states = algorithm.init(key, population.num_clients)
         return states_in_rows(_padded_states(states, population), population)
 
     _, by_client = _shardings(algorithm, population)
@@ -92,7 +92,7 @@ def compile_states(
 
 def _padded_states(states: Tree, population: Population) -> Tree:
     """Return client states [C, ...] with padding, so that each device has equally many rows."""
-    extra = population.clients.number - population.number
+    extra = population.num_slots - population.num_clients
     if not extra:
         return states
     return jax.tree.map(
@@ -111,7 +111,7 @@ def first_states(
         memory_key: Key of the mechanism's memory, from the stream of the cohorts.
         population: The clients on their devices.
     """
-    server, states = algorithm.init(key, population.number)
+    server, states = algorithm.init(key, population.num_clients)
     states = _padded_states(states, population)
     largest = population.capacities[-1]
 
@@ -124,7 +124,7 @@ def first_states(
 
     update_shapes = functools.partial(jax.eval_shape, sent, population.clients)
     memory_key = derive(memory_key, _MEMORY)
-    memory = algorithm.mechanism.init(memory_key, update_shapes, population.number)
+    memory = algorithm.mechanism.init(memory_key, update_shapes, population.num_clients)
     scores = () if algorithm.audit is None else first_scores(algorithm.audit, memory_key)
     return Center(server, memory, scores), states_in_rows(states, population)
 

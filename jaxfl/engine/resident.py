@@ -95,7 +95,7 @@ class Resident:
         """
         mesh = self.population.mesh
         most = min(
-            self.population.clients.number // mesh.size,
+            self.population.num_slots // mesh.size,
             useful_lanes(first_of(self.algorithm).mechanism.sampling, self.population),
         )
         self.program = choose(self._build, self.chunk, most, self._arguments(0, 1), mesh, facts)
@@ -160,7 +160,7 @@ class Resident:
         """
         if jax.process_count() > 1:
             return jax.jit(States.tree)(self.states)
-        real: Any = slice(self.population.number)
+        real: Any = slice(self.population.num_clients)
         if not isinstance(self.algorithm, Algorithm):
             real = (slice(None), real)
         return jax.tree.map(lambda leaf: leaf[real], jax.device_get(self.states)).tree()

@@ -118,9 +118,9 @@ def one_round(
     states: States,
 ) -> tuple[Center, States, Records]:
     """Run a round whose clients are all in memory. The keys are those of the run."""
-    cohort = draw(algorithm, population.number, keys, index, center)
+    cohort = draw(algorithm, population.num_clients, keys, index, center)
     keys = keys.at(index)
-    ids = jnp.arange(population.clients.number)
+    ids = jnp.arange(population.num_slots)
     total, states = add_participants(
         algorithm, population, chunk, keys, index, cohort, ids, None, center, states
     )
@@ -284,7 +284,7 @@ def _cohort(
     """
     representation = algorithm.mechanism.representation
     count = slots.ids.shape[0]
-    most = algorithm.mechanism.sampling.most(population.number)
+    most = algorithm.mechanism.sampling.most(population.num_clients)
     chunk = min(chunk, count, useful_lanes(algorithm.mechanism.sampling, population))
     chunks = -(-jnp.sum(slots.sampled) // chunk)
     padded = -(-count // chunk) * chunk
@@ -350,7 +350,7 @@ def useful_lanes(sampling: Sampling, population: Population) -> int:
     rarely needs a second chunk. More lanes would mostly be empty, and cost as much.
     """
     devices = population.mesh.size
-    mean = sampling.expected(population.number) / devices
+    mean = sampling.expected(population.num_clients) / devices
     exact = sampling.fixed and devices == 1
     return max(1, math.ceil(mean if exact else mean + 2 * math.sqrt(mean)))
 
@@ -369,18 +369,18 @@ def _participant(
     mechanism = algorithm.mechanism
     server, memory, _ = center
     real = slot < slots.ids.shape[0]
-    number = slots.ids[slot]
+    client_id = slots.ids[slot]
     weight = jnp.where(real, slots.weights[slot], 0.0)
     scale = jnp.where(real, slots.scale[slot], 0.0)
     old = states[slot]
     private = algorithm.dp_sgd is not None
     noise = None
     if private:
-        noise = StepNoise(slots.example_noise[slot], derive(keys.noise, PRIVATE_STEPS, number))
+        noise = StepNoise(slots.example_noise[slot], derive(keys.noise, PRIVATE_STEPS, client_id))
 
     def updated(capacity: int) -> tuple[Message, Tree, dict[str, Array]]:
-        data = data_of(population.clients, slot, number, capacity, noise, index, population.size)
-        key = derive(keys.clients, CLIENT, number)
+        data = data_of(population.clients, slot, client_id, capacity, noise, index, population.size)
+        key = derive(keys.clients, CLIENT, client_id)
         message, state, info = algorithm.client_update(key, server, old, data)
         _check_names(algorithm, info)
         return message, state, info
@@ -402,7 +402,7 @@ def _participant(
     )
     new = jax.tree.map(lambda a, b: jnp.where(finite & finite_state, a, b), new, old)
     made = mechanism.contribute(
-        keys.noise, memory, Participant(number, slots.noise[slot]), sent, norm
+        keys.noise, memory, Participant(client_id, slots.noise[slot]), sent, norm
     )
     update = mechanism.representation.in_units(
         made.update, made.norm, mechanism.contribution_bound(memory), scale

@@ -40,14 +40,14 @@ class Store:
         folder: Folder of the file, which is made with the file. None stands for a file without a
             name in the system's temporary folder, with one place for each row.
         like: Shapes and dtypes of client states [C, ...].
-        number: C, the number of clients.
+        num_clients: C, the number of clients.
 
     Raises:
         ValueError: There is too little space in the folder.
     """
 
-    def __init__(self, folder: pathlib.Path | None, like: Tree, number: int) -> None:
-        self.number = number
+    def __init__(self, folder: pathlib.Path | None, like: Tree, num_clients: int) -> None:
+        self.num_clients = num_clients
         self.folder = folder
         leaves, self._structure = jax.tree.flatten(like)
         # A client's row is contiguous, so that it takes few pages.
@@ -56,11 +56,11 @@ class Store:
         self.bytes_per_client = self._row.itemsize
         self._check_space()
         zeros = np.zeros(self.bytes_per_client, np.uint8)
-        self._lay(np.broadcast_to(zeros, (2, number, self.bytes_per_client)))
-        self.side = np.zeros(number, np.uint8)
-        self.sums = np.zeros(number, np.uint32)
+        self._lay(np.broadcast_to(zeros, (2, num_clients, self.bytes_per_client)))
+        self.side = np.zeros(num_clients, np.uint8)
+        self.sums = np.zeros(num_clients, np.uint32)
         # Rows are written to the first place until there is a checkpoint.
-        self.kept = np.ones(number, np.uint8)
+        self.kept = np.ones(num_clients, np.uint8)
 
     def start(self) -> None:
         """Make the file, and replace a file that is there."""
@@ -129,7 +129,7 @@ class Store:
         """
         assert self.folder is not None
         path = self.folder / ROWS
-        size = 2 * self.number * self.bytes_per_client
+        size = 2 * self.num_clients * self.bytes_per_client
         if self.bytes_per_client:
             if files.kind(path) is None:
                 raise DamagedError(f"{path} is missing")
@@ -143,7 +143,7 @@ class Store:
                 self._map(path, os.O_RDONLY, "c")
         self.side = np.array(side)
         self.sums = np.array(sums)
-        parts = self._parts(np.arange(self.number))
+        parts = self._parts(np.arange(self.num_clients))
         sums_now = np.concatenate([_checksums(self.bytes[self.side[ids], ids]) for ids in parts])
         wrong = np.flatnonzero(sums_now != self.sums)
         if wrong.size:
@@ -177,7 +177,7 @@ class Store:
             flags: Flags to open it with.
             mode: Mode of the map, as for `numpy.memmap`.
         """
-        shape = (2, self.number, self.bytes_per_client)
+        shape = (2, self.num_clients, self.bytes_per_client)
         if not self.bytes_per_client:
             self._lay(np.zeros(shape, np.uint8))
             return
@@ -199,7 +199,7 @@ class Store:
         """Require enough space for all rows, in both places if there will be checkpoints."""
         folder = self.folder or pathlib.Path(tempfile.gettempdir())
         path = folder / ROWS
-        needed = self.bytes_per_client * self.number
+        needed = self.bytes_per_client * self.num_clients
         if self.folder:
             needed *= 2
         there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
@@ -209,9 +209,9 @@ class Store:
             free += path.stat().st_blocks * 512
         if needed > free:
             raise ValueError(
-                f"folder must have {needed / 2**30:.1f} GiB free for the states of {self.number} "
-                f"clients, got {str(folder)!r} with {free / 2**30:.1f}. Choose another `folder`, "
-                "or without a folder set TMPDIR."
+                f"folder must have {needed / 2**30:.1f} GiB free for the states of "
+                f"{self.num_clients} clients, got {str(folder)!r} with {free / 2**30:.1f}. "
+                "Choose another `folder`, or without a folder set TMPDIR."
             )
 
 

@@ -92,7 +92,7 @@ def place_examples(clients: Clients, devices: list[jax.Device] | None = None) ->
         test_size=by_client,
     )
     placed = in_lists(clients)._replace(inputs=inputs, labels=labels)
-    return sized(Population(placed, clients.number, mesh, layout), clients)
+    return sized(Population(placed, clients.num_clients, mesh, layout), clients)
 
 
 class Programs(NamedTuple):
@@ -138,7 +138,7 @@ def compile_programs(algorithm: Algorithm, population: Population) -> Programs:
         return first
 
     def states(key: Key[Array, ""]) -> States:
-        _, initial = algorithm.init(key, population.number)
+        _, initial = algorithm.init(key, population.num_clients)
         return states_in_rows(initial, population)
 
     @functools.cache
@@ -146,7 +146,7 @@ def compile_programs(algorithm: Algorithm, population: Population) -> Programs:
         def some(key: Key[Array, ""], first: Int[Array, ""]) -> States:
             # States that are broadcast to all clients never exist for all of them, because the
             # compiler slices their source.
-            _, initial = algorithm.init(key, population.number)
+            _, initial = algorithm.init(key, population.num_clients)
             own = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, first, size), initial)
             return states_in_rows(own, population)
 
@@ -154,7 +154,7 @@ def compile_programs(algorithm: Algorithm, population: Population) -> Programs:
         return jax.jit(some, out_shardings=SingleDeviceSharding(first_device))
 
     def draw_(keys: Keys, index: Int[Array, ""], center: Center) -> Cohort:
-        return draw(algorithm, population.number, keys, index, center)
+        return draw(algorithm, population.num_clients, keys, index, center)
 
     def add(
         chunk: int,
@@ -207,11 +207,11 @@ def compile_programs(algorithm: Algorithm, population: Population) -> Programs:
 def fill(key: Key[Array, ""], programs: Programs, store: Store) -> None:
     """Write all clients' initial states into a new file, a block at a time."""
     store.start()
-    size = min(store.number, max(1, _BLOCK_BYTES // max(1, store.bytes_per_client)))
+    size = min(store.num_clients, max(1, _BLOCK_BYTES // max(1, store.bytes_per_client)))
     program = programs.rows(size)
-    for begin in range(0, store.number, size):
+    for begin in range(0, store.num_clients, size):
         # The last block overlaps with its predecessor, so that all blocks have one size.
-        first = min(begin, store.number - size)
+        first = min(begin, store.num_clients - size)
         rows = jax.device_get(program(key, jax.device_put(np.int32(first))))
         store.write(np.arange(first, first + size), rows)
     store.commit()
@@ -264,9 +264,9 @@ class Stream:
         self.begin(chunk)
         train_rows = np.sum(clients.train_size, dtype=np.int64)
         test_rows = np.sum(clients.test_size, dtype=np.int64)
-        rows_per_client = max(1, int(train_rows + test_rows) // clients.number)
+        rows_per_client = max(1, int(train_rows + test_rows) // clients.num_clients)
         bytes_per_client = self.store.bytes_per_client + 4 * rows_per_client
-        usual = algorithm.mechanism.sampling.usual(self.population.number)
+        usual = algorithm.mechanism.sampling.usual(self.population.num_clients)
         least = (1 if chunk == "auto" else chunk) * mesh.size
         block = max(_BLOCK_BYTES // bytes_per_client, least)
         sizes = {"train": np.asarray(clients.train_size), "test": np.asarray(clients.test_size)}
@@ -290,7 +290,7 @@ class Stream:
         key = self.init_key
         like = remembered(("states", *self._key), lambda: jax.eval_shape(programs.states, key))
         self.center = programs.center(key, self.keys.cohort)
-        self.store = Store(self.folder, like, self.population.number)
+        self.store = Store(self.folder, like, self.population.num_clients)
 
     @property
     def stateful(self) -> bool:
@@ -335,7 +335,7 @@ class Stream:
 
         They have one slot per device.
         """
-        empty = np.full(self.population.mesh.size, self.store.number, np.int32)
+        empty = np.full(self.population.mesh.size, self.store.num_clients, np.int32)
         ids, clients, states = self._load(empty, tests=True)
         index = np.int32(0)
         cohort = self.draw.eval_shape(self.keys, index, self.center)
@@ -357,7 +357,7 @@ class Stream:
         before: tuple[Block, States, Records | None] | None = None
 
         def settle(block: Block, states: States, record: Records | None) -> None:
-            real = block.ids < self.store.number
+            real = block.ids < self.store.num_clients
             rows = jax.tree.map(lambda leaf: leaf[real], jax.device_get(states))
             self.store.write(block.ids[real], rows)
             if record is not None:
@@ -399,12 +399,12 @@ class Stream:
 
         def scores(chunk: int) -> list[PerClient]:
             step = functools.partial(score, self._score(chunk))
-            blocks = map(step, range(0, self.store.number, self._evaluation_slots))
+            blocks = map(step, range(0, self.store.num_clients, self._evaluation_slots))
             # The devices compute the next block while the host fetches one.
             return [jax.device_get(block) for block in _ahead(blocks)]
 
         blocks, self._evaluated_chunk = halved(scores, self._evaluated_chunk)
-        return jax.tree.map(lambda *parts: np.concatenate(parts)[: self.store.number], *blocks)
+        return jax.tree.map(lambda *parts: np.concatenate(parts)[: self.store.num_clients], *blocks)
 
     def saved(self) -> dict[str, Tree]:
         """Return the state that a checkpoint stores.
@@ -443,7 +443,7 @@ class Stream:
         by_client = self.by_client
         index = np.int32(0)
         cohort = self.draw.eval_shape(self.keys, index, self.center)
-        ids, clients, states = self._load(np.full(self.slots, self.store.number, np.int32))
+        ids, clients, states = self._load(np.full(self.slots, self.store.num_clients, np.int32))
         example = clients, self.keys, index, cohort, ids, self.center, None, states
 
         def shapes() -> tuple[Records, Callable[[], Sums]]:
@@ -466,7 +466,7 @@ class Stream:
         for index, cohort in draws:
             members = np.flatnonzero(jax.device_get(cohort.sampled))
             for first in range(0, max(1, len(members)), self.slots):
-                ids = np.full((devices, self.slots // devices), self.store.number)
+                ids = np.full((devices, self.slots // devices), self.store.num_clients)
                 # The devices' numbers of clients differ by at most one.
                 parts = np.array_split(members[first : first + self.slots], devices)
                 for row, part in zip(ids, parts, strict=True):
@@ -487,13 +487,13 @@ class Stream:
             The indices, the clients, and their states, on the devices.
         """
         clients = self.population.clients
-        known = np.minimum(ids, self.store.number - 1)
+        known = np.minimum(ids, self.store.num_clients - 1)
         parts = np.split(known, self.population.mesh.size)
 
         def laid_out(split: str, wanted: bool) -> dict[str, Any]:
             lists = getattr(clients, split)
             size = np.asarray(getattr(clients, f"{split}_size"))
-            own = np.where(wanted & (ids < self.store.number), size[known], 0).astype(np.int32)
+            own = np.where(wanted & (ids < self.store.num_clients), size[known], 0).astype(np.int32)
             sizes = np.split(own, len(parts))
             rows = [rows_of(lists, *chosen) for chosen in zip(sizes, parts, strict=True)]
             length = self._most_rows(split, len(parts[0])) if wanted else 0
@@ -517,7 +517,7 @@ class Stream:
         """
         source = np.arange(self.slots, dtype=np.int32)
         both, here, there = np.intersect1d(ids, before.ids, return_indices=True)
-        real = both < self.population.number
+        real = both < self.population.num_clients
         if not real.any():
             return states
         source[here[real]] = self.slots + there[real]
@@ -526,7 +526,7 @@ class Stream:
     def _rounded(self, slots: int) -> int:
         """Round slots up to a multiple of the devices, with at most enough for all clients."""
         devices = self.population.mesh.size
-        return -(-min(max(slots, 1), self.population.number) // devices) * devices
+        return -(-min(max(slots, 1), self.population.num_clients) // devices) * devices
 
 
 def _zeros_program(shapes: Tree, sharding: NamedSharding) -> Callable[[], Tree]:

@@ -72,7 +72,7 @@ def client_risk(
     padded = data.padded
     most = min(padded, examples or padded)
     batch = min(batch_size, most)
-    number = jnp.minimum(data.size, most)
+    num_examples = jnp.minimum(data.size, most)
     drawing, probing = jax.random.split(key)
     chosen = jnp.arange(padded)
     factors = jnp.ones(padded)
@@ -96,11 +96,11 @@ def client_risk(
         else:
             probe_key = jax.random.fold_in(probing, i)
             risks = probe_risk(probe_key, model, params, inputs, labels, probes)
-        counts = i * batch + jnp.arange(batch) < number
+        counts = i * batch + jnp.arange(batch) < num_examples
         return total + jnp.sum(jnp.where(counts, factor * risks, 0.0))
 
-    total = lax.fori_loop(0, longest(-(-number // batch)), block, jnp.zeros(()))
-    return total / jnp.maximum(number, 1)
+    total = lax.fori_loop(0, longest(-(-num_examples // batch)), block, jnp.zeros(()))
+    return total / jnp.maximum(num_examples, 1)
 
 
 def probe_risk(

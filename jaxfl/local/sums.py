@@ -37,13 +37,13 @@ def summed(
     """
     batch = min(_EXAMPLES_PER_SUM, data.padded)
 
-    def of_block(number: Int[Array, ""] | int) -> Tree:
-        positions = number * batch + jnp.arange(batch)
+    def of_block(block_index: Int[Array, ""] | int) -> Tree:
+        positions = block_index * batch + jnp.arange(batch)
         inputs, labels = data.take(positions)
         return of_batch(model.prepare(inputs), labels, positions < data.size)
 
-    def add(number: Int[Array, ""], total: Tree) -> Tree:
-        return optax.tree.add(total, of_block(number))
+    def add(block_index: Int[Array, ""], total: Tree) -> Tree:
+        return optax.tree.add(total, of_block(block_index))
 
     # A loop's sum needs its shapes first, and a client without examples has a sum of 0, too.
     shapes = jax.eval_shape(lambda: of_block(0))

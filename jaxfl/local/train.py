@@ -220,12 +220,12 @@ def train(
         epoch_batches = jnp.minimum(batches, total - index * batches)
 
         def unfinished(progress: tuple) -> Bool[Array, ""]:
-            number, carry = progress
-            return longest((number * per_block < epoch_batches) & ~_lost(carry[0]))
+            block_index, carry = progress
+            return longest((block_index * per_block < epoch_batches) & ~_lost(carry[0]))
 
         def block(progress: tuple) -> tuple:
-            number, carry = progress
-            start = number * per_block * batch
+            block_index, carry = progress
+            start = block_index * per_block * batch
             positions = (start + jnp.arange(per_block * batch)).reshape(shape)
             chosen = lax.dynamic_slice(order, (start,), (per_block * batch,)).reshape(shape)
             inputs, labels = data.take(chosen)
@@ -235,16 +235,16 @@ def train(
             def step(i: Int[Array, ""], carry: tuple) -> tuple:
                 of_batch = functools.partial(
                     value_and_gradient,
-                    key=jax.random.fold_in(epoch_key, number * per_block + i),
+                    key=jax.random.fold_in(epoch_key, block_index * per_block + i),
                     x=x[i],
                     labels=labels[i],
                     weights=weights[i],
                 )
                 new = descend(optimizer, of_batch, carry, mask=mask, gradient=gradient)
-                return hold(number * per_block + i < epoch_batches, new, carry)
+                return hold(block_index * per_block + i < epoch_batches, new, carry)
 
-            steps = longest(jnp.minimum(per_block, epoch_batches - number * per_block))
-            return number + 1, lax.fori_loop(0, steps, step, carry)
+            steps = longest(jnp.minimum(per_block, epoch_batches - block_index * per_block))
+            return block_index + 1, lax.fori_loop(0, steps, step, carry)
 
         _, carry = lax.while_loop(unfinished, block, (0, carry))
         return carry

@@ -136,9 +136,9 @@ def load_model(
     path = pathlib.Path(path)
     content, arrays = _read(path)
     about = content["about"]
-    number = _number_in(path, about, client)
+    index = _client_in(path, about, client)
     if about["client"] == "all":
-        arrays = {name: _of_client(name, array, number) for name, array in arrays.items()}
+        arrays = {name: _of_client(name, array, index) for name, array in arrays.items()}
     # Networks have 32 bits, as in a run.
     with jax.enable_x64(False):
         network = _network(path, content, arrays) if model is None else model
@@ -150,16 +150,16 @@ def load_model(
             f"model must have all arrays of {str(path)!r}, got model={network.name!r} without "
             f"{min(unknown)!r}. Give the network that was saved."
         )
-    return TrainedModel(network, params, fixed, about | {"client": number})
+    return TrainedModel(network, params, fixed, about | {"client": index})
 
 
-def _number_in(path: pathlib.Path, about: dict[str, Any], client: int | None) -> int | None:
-    """Return the number of the client whose model is wanted, or None for the global model."""
+def _client_in(path: pathlib.Path, about: dict[str, Any], client: int | None) -> int | None:
+    """Return the index of the client whose model is wanted, or None for the global model."""
     held = about["client"]
     if held == "all":
         if client is not None:
             return check_count("client", client, least=0, most=about["clients"] - 1)
-        held = f"a client's number from 0 to {about['clients'] - 1}"
+        held = f"an index of a client from 0 to {about['clients'] - 1}"
     elif client in (None, held):
         return held
     raise ValueError(

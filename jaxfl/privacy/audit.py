@@ -149,7 +149,7 @@ def draw_canaries(
         clients: Number of clients.
     """
     canary_key = single(derive(key, index // sampling.period, CANARY))
-    return Drawn(*sampling.beside(canary_key, clients, canaries.count, index))
+    return Drawn(*sampling.sample_canaries(canary_key, clients, canaries.count, index))
 
 
 def audited_aggregate(
@@ -193,7 +193,7 @@ def audited_aggregate(
         # Rounding may lengthen an update, so canaries leave room for it.
         scale *= jnp.maximum(0.0, 1 - (size**0.5 + 1) / (length * scale))
     count = jnp.sum(present.astype(jnp.float32))
-    contribution = mechanism.insert(memory, unravel(canary_sum), count)
+    contribution = mechanism.contribute_canaries(memory, unravel(canary_sum), count)
     scaled = jax.tree.map(lambda leaf: leaf * scale, contribution)
     joined = add(total.update, mechanism.representation.encode(scaled))
     released, std, memory = mechanism.aggregate(
@@ -291,7 +291,7 @@ def _of_gaussian(distance: float, delta: float) -> float:
     return 0.0
 
 
-def told(scores: Scores) -> dict[str, np.ndarray]:
+def guesses_of(scores: Scores) -> dict[str, np.ndarray]:
     """Return membership and scores as arrays for a file."""
     return {name: np.asarray(getattr(scores, name)) for name in ("taken", *_names(scores))}
 

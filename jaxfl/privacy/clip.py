@@ -40,11 +40,11 @@ def round_within(
     r"""Round `scale` times an update to integers whose L2 norm is at most `radius`.
 
     The bound holds for every update. Rounding adds :math:`d / 12` to the squared norm of d
-    coordinates, give or take a radius. An update that would exceed the radius is scaled to leave
-    room for that. If this does not suffice (if all coordinates end in .6, say), it is scaled down
-    by the worst case of rounding, :math:`\sqrt{d} / 2`. The norm that decides is summed in
-    integers, so that no float summation matters. These are cut to 15 bits and rounded up, so that
-    their squares fit 32 bits.
+    coordinates, with an error of at most a radius. An update that would exceed the radius is scaled
+    to leave room for that. If this does not suffice (if all coordinates end in .6, say), it is
+    scaled down by the worst case of rounding, :math:`\sqrt{d} / 2`. The norm that decides is summed
+    in integers, so that no float summation matters. The integers are cut to 15 bits and rounded up,
+    so that their squares fit 32 bits.
 
     Args:
         update: Finite float32 arrays.

@@ -184,12 +184,12 @@ def upload_view(ledger: Ledger) -> View:
     )
 
 
-def shown_by(ledger: Ledger, beside: Float[np.ndarray, "#T"] | float, theorem: str) -> View:
+def shown_by(ledger: Ledger, release: Float[np.ndarray, "#T"] | float, theorem: str) -> View:
     """Return the view of uploads and of a release with each, as one Gaussian per round.
 
     Args:
         ledger: Rounds as they happened, or as planned.
-        beside: Inverse square multiplier of the release, by round or for all rounds.
+        release: Inverse square multiplier of the release, by round or for all rounds.
         theorem: Theorem that proves the epsilon.
     """
     present = np.asarray(ledger.participants, bool)
@@ -198,12 +198,12 @@ def shown_by(ledger: Ledger, beside: Float[np.ndarray, "#T"] | float, theorem: s
         exposed = np.where(present.any(axis=0), 0.0, math.inf)
         return plain_view(exposed[None], theorem, OPEN_UPLOADS)
     with np.errstate(divide="ignore"):
-        multiplier = np.where(present, upload_costs(ledger, beside) ** -0.5, math.inf)
+        multiplier = np.where(present, upload_costs(ledger, release) ** -0.5, math.inf)
     return plain_view(multiplier, theorem, OPEN_UPLOADS)
 
 
 def upload_costs(
-    ledger: Ledger, beside: Float[np.ndarray, "#T"] | float = 0.0
+    ledger: Ledger, release: Float[np.ndarray, "#T"] | float = 0.0
 ) -> Float[np.ndarray, "T #C"]:
     """Return the inverse square multipliers of an upload and of a release with it, summed.
 
@@ -211,7 +211,7 @@ def upload_costs(
     """
     with np.errstate(divide="ignore"):
         uploads = (np.asarray(ledger.client_noise, np.float64) / 2) ** -2.0
-    return uploads + np.reshape(np.asarray(beside, np.float64), (-1, 1))
+    return uploads + np.reshape(np.asarray(release, np.float64), (-1, 1))
 
 
 def multiplier(variance: np.ndarray, weights: np.ndarray) -> Float[np.ndarray, "T #C"]:

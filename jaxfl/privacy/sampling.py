@@ -127,11 +127,14 @@ class Sampling:
         """Return `possible`, in a form that takes no memory if the sampler has one."""
         return self.possible(clients, rounds)
 
-    def beside(
-        self, key: Key[Array, ""], clients: int, number: int, index: Int[Array, ""] | int
+    def sample_canaries(
+        self, key: Key[Array, ""], clients: int, count: int, index: Int[Array, ""] | int
     ) -> tuple[Bool[Array, "K"], Float[Array, "#K"]]:
-        """Draw from `number` extra clients, and return their probability of participation."""
-        drawn = self.sample(key, number, index)
+        """Draw the canaries of an audit, and return their probability of participation.
+
+        A canary is one of `count` extra clients. The clients' own cohort is unaffected.
+        """
+        drawn = self.sample(key, count, index)
         return drawn, jnp.full(1, self.expected(clients) / clients)
 
     def view(self, noise: SumNoise) -> View:
@@ -179,7 +182,7 @@ class Poisson(Sampling):
         return self.rate * clients
 
     def usual(self, clients: int) -> float:
-        """Return a number that is six standard deviations above the mean."""
+        """Return a size that few cohorts exceed, six standard deviations above the mean."""
         expected = self.expected(clients)
         return expected + 6 * math.sqrt(expected)
 
@@ -243,11 +246,11 @@ class FixedSize(Sampling):
         del index
         return permutation(key, clients) < self.size
 
-    def beside(
-        self, key: Key[Array, ""], clients: int, number: int, index: Int[Array, ""] | int
+    def sample_canaries(
+        self, key: Key[Array, ""], clients: int, count: int, index: Int[Array, ""] | int
     ) -> tuple[Bool[Array, "K"], Float[Array, "#K"]]:
-        """Draw extra clients by coins of the same rate. The others' cohort is unaffected."""
-        return Poisson(self.size / clients).beside(key, clients, number, index)
+        """Draw canaries by coins of the same rate."""
+        return Poisson(self.size / clients).sample_canaries(key, clients, count, index)
 
     def view(self, noise: SumNoise) -> View:
         """Return Gaussians, and their amplification under replace-one.
@@ -332,7 +335,7 @@ class CyclicPoisson(Sampling):
         return self.rate * clients
 
     def usual(self, clients: int) -> float:
-        """Return a number that is six standard deviations above the mean."""
+        """Return a size that few cohorts exceed, six standard deviations above the mean."""
         return Poisson(self.rate).usual(clients)
 
     def most(self, clients: int) -> int:
@@ -364,12 +367,12 @@ class CyclicPoisson(Sampling):
         """Return the rounds of groups that take turns."""
         return Turns(clients, rounds, self.groups)
 
-    def beside(
-        self, key: Key[Array, ""], clients: int, number: int, index: Int[Array, ""] | int
+    def sample_canaries(
+        self, key: Key[Array, ""], clients: int, count: int, index: Int[Array, ""] | int
     ) -> tuple[Bool[Array, "K"], Float[Array, "#K"]]:
-        """Draw extra clients from a group of their own in each round."""
-        turn = jnp.asarray(_groups(number, self.groups)) == index % self.groups
-        return coins(key, number, self.turn_rate) & turn, jnp.where(turn, self.turn_rate, 0.0)
+        """Draw canaries from a group of their own in each round."""
+        turn = jnp.asarray(_groups(count, self.groups)) == index % self.groups
+        return coins(key, count, self.turn_rate) & turn, jnp.where(turn, self.turn_rate, 0.0)
 
     def view(self, noise: SumNoise) -> View:
         """Return the view of a client's turns, with the least noise of b rounds in each.
@@ -440,12 +443,12 @@ class MinSeparation(Sampling):
         """Return the rounds of groups that take turns."""
         return Turns(clients, rounds, self.separation)
 
-    def beside(
-        self, key: Key[Array, ""], clients: int, number: int, index: Int[Array, ""] | int
+    def sample_canaries(
+        self, key: Key[Array, ""], clients: int, count: int, index: Int[Array, ""] | int
     ) -> tuple[Bool[Array, "K"], Float[Array, "#K"]]:
-        """Draw extra clients from a group of their own, by coins of the same rate."""
+        """Draw canaries from a group of their own, by coins of the same rate."""
         by_coins = CyclicPoisson(self.size / clients, self.separation)
-        return by_coins.beside(key, clients, number, index)
+        return by_coins.sample_canaries(key, clients, count, index)
 
     def view(self, noise: SumNoise) -> View:
         """Return Gaussians in every b-th round, with the least noise of b rounds."""
@@ -481,7 +484,7 @@ class BallsInBins(Sampling):
         return clients / self.bins
 
     def usual(self, clients: int) -> float:
-        """Return a number that is six standard deviations above the mean."""
+        """Return a size that few cohorts exceed, six standard deviations above the mean."""
         return Poisson(1 / self.bins).usual(clients)
 
     def most(self, clients: int) -> int:

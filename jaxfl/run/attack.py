@@ -152,7 +152,7 @@ def membership(
             split: jnp.zeros(size.sum() + _EXAMPLES_PER_PASS, jnp.float32)
             for split, size in sizes.items()
         }
-        return lax.fori_loop(0, clients.number, add, found)
+        return lax.fori_loop(0, clients.num_clients, add, found)
 
     found = jax.device_get(jax.jit(all_losses)())
     inside, outside = (found[split][: size.sum()] for split, size in sizes.items())

@@ -90,12 +90,12 @@ class CandidateRuns:
     @property
     def tuned(self) -> bool:
         """Whether tuning chooses a point, or a round because rounds cost no privacy."""
-        return self.method.number > 1 or self.silent
+        return self.method.num_points > 1 or self.silent
 
     @property
     def columns(self) -> dict[str, list[Any]]:
         """Arguments of all points as JSON, by column."""
-        shown = [self.shown(index) for index in range(self.method.number)]
+        shown = [self.shown(index) for index in range(self.method.num_points)]
         return {argument: [point[argument] for point in shown] for argument in self.method.points}
 
     def point(self, index: int, noise_multiplier: float) -> PointToRun:
@@ -126,7 +126,7 @@ class CandidateRuns:
         levels = epsilons if self.method.private else 1
         tuning = 0.0
         if self.tuned:
-            tuning = self.trained(held_out, self.rounds, levels * self.method.number)
+            tuning = self.trained(held_out, self.rounds, levels * self.method.num_points)
         return tuning + sum(self.work_of_seed(*parts, self.rounds, levels) for parts in parted)
 
     def work_of_seed(
@@ -137,10 +137,10 @@ class CandidateRuns:
         points: int,
     ) -> float:
         """Return how many clients the final runs of a seed train."""
-        work = self.trained(participants.number, rounds, points)
+        work = self.trained(participants.num_clients, rounds, points)
         if newcomers is None or not self.silent:
             return work
-        return work + self.trained(newcomers.number, rounds, points)
+        return work + self.trained(newcomers.num_clients, rounds, points)
 
     def calibrate(self, numbers: Iterable[int], epsilons: Sequence[float]) -> None:
         """Find the noise multiplier of each epsilon, for some numbers of clients.
@@ -174,13 +174,13 @@ class CandidateRuns:
             "clients": clients,
             "rounds": self.rounds,
             "mechanism": self.algorithm.mechanism,
-            "stateful": any(self.states(clients, index) for index in range(self.method.number)),
+            "stateful": any(self.states(clients, index) for index in range(self.method.num_points)),
             "delta": delta,
         }
 
     def check_newcomers(self, newcomers: Sequence[Clients]) -> None:
         """Require that every program can serve these clients. Nothing is compiled."""
-        points = [self.point(index, 1.0) for index in range(self.method.number)]
+        points = [self.point(index, 1.0) for index in range(self.method.num_points)]
         different = {_signature(clients): clients for clients in newcomers}.values()
         for group in self.groups(points).values():
             algorithm = self.algorithms[group[0]]
@@ -271,7 +271,7 @@ class CandidateRuns:
         """
         results: list[tuple[Result | None, str]] = [(None, "")] * len(points)
         for text, group in self.groups(points).items():
-            states = self.states(clients.number, points[group[0]][0])
+            states = self.states(clients.num_clients, points[group[0]][0])
             size = sum(leaf.size * leaf.dtype.itemsize for leaf in states)
             at_once = max(1, _STATE_BYTES // max(1, size))
             count = math.ceil(len(group) / at_once)
@@ -280,7 +280,7 @@ class CandidateRuns:
                 part = waiting.pop(0)
                 of_group = "" if len(part) == len(group) else f"points {part[0]} to {part[-1]}"
                 label = ", ".join(filter(None, [name, text, of_group]))
-                work = self.trained(clients.number, rounds, len(part))
+                work = self.trained(clients.num_clients, rounds, len(part))
                 with bar.part(f"{self.name}: {label}", work):
                     chosen = [points[i] for i in part]
                     found = self._sweep(
@@ -414,14 +414,14 @@ def prepared_runs(
     rounds = method.rounds or rounds
     different = list({_signature(clients): clients for clients in populations}.values())
     algorithms = []
-    for index in range(method.number):
+    for index in range(method.num_points):
         with _naming(name, method.point(index)):
             algorithms.append(check_instance("build(...)", method.at(index), (Algorithm,)))
     with _naming(name, method.point(0)):
         check_algorithm(algorithms[0], different[0], rounds)
     fixed = _fixed(method, different[0], rounds)
     runs = CandidateRuns(name, method, algorithms, fixed, rounds, root, options)
-    points = [runs.point(index, 1.0) for index in range(method.number)]
+    points = [runs.point(index, 1.0) for index in range(method.num_points)]
     for group in runs.groups(points).values():
         for clients in different:
             with _naming(name, method.point(group[0])):
@@ -471,8 +471,8 @@ def _fixed(method: Candidate, clients: Clients, rounds: int) -> frozenset[str]:
 def _traced(algorithm: Algorithm, clients: Clients, rounds: int) -> jax.Array:
     """Trace an algorithm in a round, except for the sums over clients."""
     update = check_algorithm(algorithm, clients, rounds)
-    memory = algorithm.mechanism.init(key_of(0), lambda: update, clients.number)
-    algorithm.mechanism.draw(key_of(0), memory, jnp.int32(0), clients.number)
+    memory = algorithm.mechanism.init(key_of(0), lambda: update, clients.num_clients)
+    algorithm.mechanism.draw(key_of(0), memory, jnp.int32(0), clients.num_clients)
     return jnp.zeros(())
 
 
@@ -482,7 +482,7 @@ def _signature(clients: Clients) -> tuple:
     labels = np.asarray(clients.labels)
     ends = (labels.min().item(), labels.max().item()) if labels.size else ()
     return (
-        clients.number,
+        clients.num_clients,
         inputs.shape[1:],
         str(inputs.dtype),
         labels.shape[1:],

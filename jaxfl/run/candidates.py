@@ -54,7 +54,7 @@ class Candidate(NamedTuple):
         return "noise_multiplier" in inspect.signature(self.build).parameters.keys() - fixed.keys()
 
     @property
-    def number(self) -> int:
+    def num_points(self) -> int:
         """Number of points that tuning tries."""
         # A method without columns has one point, which has no arguments.
         return len(next(iter(self.points.values()), (0,)))
@@ -93,7 +93,7 @@ def grid(**axes: Any) -> dict[str, list[Any]]:
 
 
 @checked()
-def spread(number: int, **axes: Any) -> dict[str, list[float]]:
+def spread(num_points: int, **axes: Any) -> dict[str, list[float]]:
     """Return points that fill a box of positive numbers evenly, as columns.
 
     The scale is logarithmic, and the points are Halton's sequence. They give methods of one, two
@@ -102,7 +102,7 @@ def spread(number: int, **axes: Any) -> dict[str, list[float]]:
     could then not be resumed on another.
 
     Args:
-        number: Number of points.
+        num_points: Number of points.
         axes: Two ends above 0 of each argument, the smaller one first.
 
     >>> spread(3, rate=(0.01, 1.0), clip=(0.1, 10.0))
@@ -119,7 +119,7 @@ def spread(number: int, **axes: Any) -> dict[str, list[float]]:
     low, high = np.log(list(axes.values())).T
     # The first point of the sequence is the origin, which is skipped.
     sequence = scipy.stats.qmc.Halton(len(axes), scramble=False).fast_forward(1)
-    points = np.exp(low + sequence.random(number) * (high - low))
+    points = np.exp(low + sequence.random(num_points) * (high - low))
     columns = zip(axes, points.T, strict=True)
     return {name: [float(f"{value:.6g}") for value in column] for name, column in columns}
 

@@ -30,8 +30,8 @@ def central_client(name: str, data: Dataset) -> Clients:
     Raises:
         ValueError: The dataset has no test examples, or arrays that do not fit together.
     """
-    number = len(data.test_labels)
-    if not number:
+    num_examples = len(data.test_labels)
+    if not num_examples:
         raise ValueError(
             f"{name} must have test examples, got {data.name!r} without any. Give a dataset whose "
             "test_inputs and test_labels are to be scored."
@@ -42,8 +42,8 @@ def central_client(name: str, data: Dataset) -> Clients:
         # An array has at least one row, which this client of size 0 does not use.
         train=Lists.of([[0]]),
         train_size=np.zeros(1, np.int32),
-        test=Lists.of([np.arange(number)]),
-        test_size=np.array([number], np.int32),
+        test=Lists.of([np.arange(num_examples)]),
+        test_size=np.array([num_examples], np.int32),
     )
     return check_clients(name, client)
 

@@ -54,20 +54,20 @@ def check_clients(name: str, value: Any) -> Clients:
     inputs = check_inputs(f"{name}.inputs", clients.inputs)
     checked: dict[str, Any] = {}
     check_targets(f"{name}.labels", clients.labels, len(inputs))
-    number = None
+    num_clients = None
     for split in ("train", "test"):
         lists = _check_lists(f"{name}.{split}", getattr(clients, split))
         size = check_array(f"{name}.{split}_size", getattr(clients, f"{split}_size"))
-        number = len(lists) if number is None else number
-        if len(lists) != number or not number:
+        num_clients = len(lists) if num_clients is None else num_clients
+        if len(lists) != num_clients or not num_clients:
             raise ValueError(
-                f"{name}.{split} must hold lists of {number or 1} clients, got {len(lists)}. "
+                f"{name}.{split} must hold lists of {num_clients or 1} clients, got {len(lists)}. "
                 "Give each client a list."
             )
-        if size.shape != (number,) or size.dtype.kind not in "iu":
+        if size.shape != (num_clients,) or size.dtype.kind not in "iu":
             raise ValueError(
-                f"{name}.{split}_size must be {number} whole numbers, got {size.dtype} of shape "
-                f"{size.shape}. Give each client a size."
+                f"{name}.{split}_size must be {num_clients} whole numbers, got {size.dtype} of "
+                f"shape {size.shape}. Give each client a size."
             )
         rows = lists.flat
         room = np.diff(lists.start, append=len(rows))
@@ -192,9 +192,11 @@ def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> Tree
             expects. The message names the function.
     """
     _check_fields(algorithm)
-    algorithm.mechanism.check_fits(clients.number, rounds)
+    algorithm.mechanism.check_fits(clients.num_clients, rounds)
     if algorithm.dp_sgd is not None:
-        check_instance("algorithm.dp_sgd", algorithm.dp_sgd, (DPSGD,)).check_fits(clients.number)
+        check_instance("algorithm.dp_sgd", algorithm.dp_sgd, (DPSGD,)).check_fits(
+            clients.num_clients
+        )
     key = jax.eval_shape(lambda: key_of(0))
     params = _check_model(algorithm.model, clients, key)
     server, states = _started(algorithm, clients, key)
@@ -297,13 +299,13 @@ def _check_fields(algorithm: Algorithm) -> None:
 
 def _started(algorithm: Algorithm, clients: Clients, key: Any) -> tuple[Tree, Tree]:
     """Return the shapes of the first states of the server and the clients."""
-    made = _trace("init", lambda key: algorithm.init(key, clients.number), key)
+    made = _trace("init", lambda key: algorithm.init(key, clients.num_clients), key)
     server, states = _check_returned("init", made, ("the server's state", "client states"))
     for path, leaf in jax.tree.leaves_with_path(states):
-        if leaf.shape[:1] != (clients.number,):
+        if leaf.shape[:1] != (clients.num_clients,):
             raise ValueError(
                 f"init must return client states{jax.tree_util.keystr(path)} of shape "
-                f"[{clients.number}, ...], got {leaf.shape}. Give each client a row."
+                f"[{clients.num_clients}, ...], got {leaf.shape}. Give each client a row."
             )
     return server, states
 
@@ -319,10 +321,10 @@ def _data_of_one(clients: Clients, noise: StepNoise | None = None) -> ClientData
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, _canonical(leaf.dtype)), clients
     )
     size, start = _of_one((shapes.train_size, shapes.train.start))
-    number = jax.ShapeDtypeStruct((), jnp.int32)
+    scalar = jax.ShapeDtypeStruct((), jnp.int32)
     largest = max(1, int(np.max(clients.train_size)))
     store = shapes.inputs, shapes.labels, shapes.train.flat
-    return ClientData(*store, size, number, noise, number, start, largest)
+    return ClientData(*store, size, scalar, noise, scalar, start, largest)
 
 
 def _check_personal(
@@ -346,7 +348,7 @@ def _warn_of_restarts(name: str) -> None:
 def check_mechanism(algorithm: Algorithm, clients: Clients, update: Tree) -> None:
     """Require that a mechanism can make its first state for these clients and this update."""
     start = functools.partial(
-        algorithm.mechanism.init, update=lambda: update, clients=clients.number
+        algorithm.mechanism.init, update=lambda: update, clients=clients.num_clients
     )
     jax.eval_shape(lambda: start(key_of(0)))
 

@@ -164,7 +164,7 @@ def compare(
     if any(one.tuned for one in runs):
         _check_validated(population.held_out, validation)
     work = sum(
-        one.work(population.held_out.number, population.by_seed.values(), len(epsilons))
+        one.work(population.held_out.num_clients, population.by_seed.values(), len(epsilons))
         for one in runs
     )
     shown = options.get("progress", True) and jax.process_index() == 0
@@ -174,7 +174,7 @@ def compare(
         # An epsilon may be out of reach, which must show before the first round of any method.
         for of_method in runs:
             bar.say(f"{of_method.name}: calibrating")
-            of_method.calibrate({one.number for one in population.trained}, epsilons)
+            of_method.calibrate({one.num_clients for one in population.trained}, epsilons)
         for of_method in runs:
             _compare_method(of_method, population, tuning_seed, bar, public, tables)
     comparison = Comparison(
@@ -269,7 +269,7 @@ def _protocol(
     unseen: float,
 ) -> str:
     """Return the protocol in words, for a caption."""
-    points = " or ".join(map(str, sorted({method.number for method in methods.values()})))
+    points = " or ".join(map(str, sorted({method.num_points for method in methods.values()})))
     protocol = (
         f"{points} points of each method and epsilon, each tried once (seed {tuning_seed}) on "
         f"{scored}; the best over seeds {', '.join(map(str, seeds))}. No epsilon covers tuning."
@@ -308,7 +308,7 @@ def _compare_method(
     chosen = [(choice, choice.index) for choice in choices if choice.index is not None]
     rounds = chosen[0][0].rounds if chosen else 0
     for seed, (participants, newcomers) in population.by_seed.items():
-        levels = runs.levels[participants.number]
+        levels = runs.levels[participants.num_clients]
         points = [runs.point(index, levels[choice.epsilon]) for choice, index in chosen]
         planned = runs.work_of_seed(participants, newcomers, runs.rounds, len(levels))
         bar.skip(planned - runs.work_of_seed(participants, newcomers, rounds, len(chosen)))
@@ -360,12 +360,12 @@ def _tuned(
         public: Whether the report is public.
     """
     rounds = runs.rounds
-    levels = runs.levels[clients.number]
-    number = runs.method.number
+    levels = runs.levels[clients.num_clients]
+    num_points = runs.method.num_points
     if not runs.tuned:
         only = {"chosen": runs.shown(0), "rounds": rounds, "points": runs.columns, "scores": {}}
         return [_Choice(epsilon, 0, rounds, {"epsilon": epsilon} | only, []) for epsilon in levels]
-    points = [runs.point(index, level) for level in levels.values() for index in range(number)]
+    points = [runs.point(index, level) for level in levels.values() for index in range(num_points)]
     every = math.ceil(rounds / _TUNING_EVALUATIONS) if runs.silent else rounds
     found = runs.run(bar, points, clients, seed, "tuning", rounds, every)
     results = [result for result, _ in found]
@@ -379,7 +379,7 @@ def _tuned(
         own[: len(rows)] = [row[headline] for row in rows]
     choices = []
     for level, epsilon in enumerate(levels):
-        own = slice(level * number, (level + 1) * number)
+        own = slice(level * num_points, (level + 1) * num_points)
         choices.append(_best_point(runs, epsilon, results[own], scores[own], numbers, public))
     return choices
 

@@ -112,7 +112,9 @@ def start(method: Algorithm | Points, clients: Clients, key: Key[jax.Array, "*P"
         method = method._replace(batch=None)
 
     def init(clients: Clients, key: Key[jax.Array, "*P"]) -> tuple[Tree, Tree]:
-        return over_points(lambda algorithm, key: algorithm.init(key, clients.number), method)(key)
+        return over_points(lambda algorithm, key: algorithm.init(key, clients.num_clients), method)(
+            key
+        )
 
     return jax.jit(init).trace(clients, key).jaxpr
 
@@ -138,7 +140,7 @@ def of_clients(clients: Clients) -> Facts:
     train = packed(clients.train, np.asarray(clients.train_size))
     test = packed(clients.test, np.asarray(clients.test_size))
     arrays = clients._asdict() | {"train": train.flat, "test": test.flat}
-    return {"clients": clients.number} | of_arrays("clients", arrays)
+    return {"clients": clients.num_clients} | of_arrays("clients", arrays)
 
 
 def of_arrays(name: str, arrays: Mapping[str, Any]) -> Facts:
@@ -235,19 +237,19 @@ def how_to_resume(stored: Facts, current: Facts) -> str:
     return f"To resume it, {' and '.join(parts)}" if parts else ""
 
 
-def _on_devices(number: int, split: bool) -> str:
+def _on_devices(num_devices: int, split: bool) -> str:
     """Return how to run on a number of devices.
 
     Args:
-        number: Number of devices.
+        num_devices: Number of devices.
         split: Whether JAX can split this kind of device into several.
     """
     if jax.process_count() > 1:
-        return f"start processes with {number} devices in all"
-    ways = [f"set JAX_NUM_CPU_DEVICES={number} before Python starts"] if split else []
-    if number <= jax.device_count():
-        ways.append(f"give devices=jax.devices()[:{number}]")
-    return " or ".join(ways) or f"run it on {number} devices"
+        return f"start processes with {num_devices} devices in all"
+    ways = [f"set JAX_NUM_CPU_DEVICES={num_devices} before Python starts"] if split else []
+    if num_devices <= jax.device_count():
+        ways.append(f"give devices=jax.devices()[:{num_devices}]")
+    return " or ".join(ways) or f"run it on {num_devices} devices"
 
 
 def _differing(stored: Facts, current: Facts) -> list[str]:

@@ -162,7 +162,7 @@ class Watch:
     def broken_data(self) -> tuple[Bool[np.ndarray, "C"], Bool[np.ndarray, "C"]]:
         """Masks of the clients with training examples, or test examples, that are not finite."""
         clients = self.clients
-        nobody = np.zeros(clients.number, bool)
+        nobody = np.zeros(clients.num_clients, bool)
         if not np.issubdtype(clients.inputs.dtype, np.inexact):
             return nobody, nobody
         # The store and the clients' rows may be files that are larger than memory.

@@ -17,7 +17,7 @@ from jaxfl.engine.round import Records
 from jaxfl.models.saved import save_models
 from jaxfl.models.trained import TrainedModel
 from jaxfl.privacy.accounting import first_rounds, planned_ledger, running_epsilon
-from jaxfl.privacy.audit import Scores, audit_report, told
+from jaxfl.privacy.audit import Scores, audit_report, guesses_of
 from jaxfl.privacy.statement import (
     privacy_statement,
     split_clients,
@@ -88,7 +88,7 @@ class Result(NamedTuple):
             to the client's examples without noise. `about["privacy"]` says so.
 
         Raises:
-            ValueError: There is no client of this number, or the method has no global model, as
+            ValueError: No client has this index, or the method has no global model, as
                 `ifca` with its clusters, `fedrep` with its heads, and `local_only`.
 
         >>> from jaxfl import simulate
@@ -143,13 +143,13 @@ class Result(NamedTuple):
             it.
 
         Raises:
-            ValueError: The path belongs to something else, there is no client of this number, or
+            ValueError: The path belongs to something else, no client has this index, or
                 the method has no global model.
         """
         path = pathlib.Path(check_path("path", path))
         if client == "all":
-            number = self._known_origin().clients.number
-            models = [self.model(i) for i in range(number)]
+            num_clients = self._known_origin().clients.num_clients
+            models = [self.model(i) for i in range(num_clients)]
             about = models[0].about | {"client": "all", "privacy": PERSONAL_MODELS}
             save_models(path, models, about)
         else:
@@ -215,7 +215,7 @@ class Journal:
         self.central = central
         self.best = best
         self.clients = clients
-        self.number = clients.number
+        self.num_clients = clients.num_clients
         self.test_size = np.asarray(clients.test_size)
         self.trains = np.asarray(clients.train_size) > 0
         examples = int(np.sum(np.asarray(clients.train_size), dtype=np.int64))
@@ -228,7 +228,7 @@ class Journal:
         """Arguments of `privacy_statement`."""
         names = {"dp_sgd", "examples", "terms", "stateful"}
         shared = {name: fact for name, fact in self.facts.items() if name in names}
-        self.spent = running_epsilon(algorithm.mechanism, clients.number, **shared)
+        self.spent = running_epsilon(algorithm.mechanism, clients.num_clients, **shared)
         self.task = algorithm.model.task
         self.one = record
         self.recorded = self.blank(plan)
@@ -250,7 +250,7 @@ class Journal:
         )
         evaluations = len(plan.evaluations)
         names = ("loss", *self.task.metrics)
-        scores = {name: np.zeros((evaluations, self.number), np.float32) for name in names}
+        scores = {name: np.zeros((evaluations, self.num_clients), np.float32) for name in names}
         central_names = names if self.central else ()
         central = {name: np.zeros(evaluations, np.float32) for name in central_names}
         return Recorded(records, scores, central)
@@ -341,14 +341,14 @@ class Journal:
         history = jax.tree.map(lambda leaf: leaf[:made], self.recorded.scores)
 
         def last(leaf: np.ndarray) -> np.ndarray:
-            return leaf[-1] if made else np.full(self.number, np.nan)
+            return leaf[-1] if made else np.full(self.num_clients, np.nan)
 
         scores = jax.tree.map(last, history)
         statement: dict[str, Any] = {}
         if done:
             accounted = self._accounted(done)
             mechanism = self.algorithm.mechanism
-            statement = privacy_statement(accounted, mechanism, self.number, **self.facts)
+            statement = privacy_statement(accounted, mechanism, self.num_clients, **self.facts)
         if self.public and statement:
             statement = without_clients(statement)
         if self.best and statement:
@@ -360,7 +360,7 @@ class Journal:
         if self.folder is not None:
             self._write(self.folder, history, ledger, statement)
             if canaries is not None:
-                files.write_arrays(self.folder / report.AUDIT, told(canaries))
+                files.write_arrays(self.folder / report.AUDIT, guesses_of(canaries))
         return Result(
             server=None,
             states=None,
@@ -443,7 +443,9 @@ class Journal:
     def _planned(self) -> Ledger:
         """All rounds of the plan in single precision, as the engine records them."""
         algorithm = self.algorithm
-        plan = planned_ledger(algorithm.mechanism, self.number, self.plan.rounds, algorithm.dp_sgd)
+        plan = planned_ledger(
+            algorithm.mechanism, self.num_clients, self.plan.rounds, algorithm.dp_sgd
+        )
         numbers = plan._replace(participants=np.zeros(()))
         single = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), numbers)
         return single._replace(participants=plan.participants)

@@ -92,12 +92,12 @@ def shared_params(algorithm: Algorithm, server: Tree, needed: str) -> Params:
     named = [(path, part) for path, part in complete if _last_name(path) == "params"]
     found = named or complete
     if len(found) != 1:
-        number = "none" if not found else f"{len(found)} of them"
+        parts_found = f"{len(found)} of them" if found else "none"
         raise ValueError(
             f"{needed} method={algorithm.name!r}, which has no global model: one part of its "
-            f"server's state must have all layers of model={algorithm.model.name!r}, got {number}. "
-            "Take a client's own model, by client=0 for instance. In a method of your own, name "
-            "the part `params`."
+            f"server's state must have all layers of model={algorithm.model.name!r}, got "
+            f"{parts_found}. Take a client's own model, by client=0 for instance. In a method of "
+            "your own, name the part `params`."
         )
     return found[0][1]
 
@@ -127,7 +127,7 @@ def global_model(origin: Origin, made: Snapshot, statement: dict[str, Any]) -> T
         made: States of the run.
         statement: Privacy statement of the run. It is empty before the first round.
     """
-    needed = "client must be a client's number for"
+    needed = "client must be a client's index for"
     params = shared_params(origin.algorithm, made.server, needed)
     # Epsilons by client would reveal how often each of them took part.
     about = _about(origin, made, None)
@@ -144,12 +144,12 @@ def personal_model(origin: Origin, made: Snapshot, client: Any) -> TrainedModel:
     Args:
         origin: Origin of the run's models.
         made: States of the run.
-        client: Number of the client, from 0.
+        client: Index of the client, from 0.
 
     Raises:
-        ValueError: There is no client of this number.
+        ValueError: No client has this index.
     """
-    client = check_count("client", client, least=0, most=origin.clients.number - 1)
+    client = check_count("client", client, least=0, most=origin.clients.num_clients - 1)
     return _model(origin, _personal(origin, made, client), _about(origin, made, client))
 
 
@@ -164,7 +164,7 @@ def _about(origin: Origin, made: Snapshot, client: int | None) -> dict[str, Any]
         "method": origin.algorithm.name,
         "round": made.round,
         "keep": "best" if made.chosen else "last",
-        "clients": origin.clients.number,
+        "clients": origin.clients.num_clients,
         "client": client,
         "privacy": _PERSONAL.format(client),
         "statement": None,
@@ -226,7 +226,7 @@ def on_one_device(
     local = [device for device in devices or jax.devices() if device.process_index == here]
     mesh = mesh_of(clients, local[:1])
     placed = everywhere(mesh, in_rows(clients))
-    return freeze(method, sized(Population(placed, clients.number, mesh), clients))
+    return freeze(method, sized(Population(placed, clients.num_clients, mesh), clients))
 
 
 def _alone(algorithm: Algorithm, clients: Clients, client: int, capacity: int) -> Population:

@@ -97,8 +97,8 @@ def test_one_cluster_is_dp_fedavg_from_the_same_start():
     one = ifca(MODEL, clusters=1, noise_multiplier=0.0, **options)
     usual = dp_fedavg(MODEL, noise_multiplier=0.0, **options)
 
-    def init(key, number):
-        server, clients = one.init(key, number)
+    def init(key, num_clients):
+        server, clients = one.init(key, num_clients)
         return Server(
             jax.tree.map(lambda leaf: leaf[0], server.params), optax.sgd(1.0).init({})
         ), clients

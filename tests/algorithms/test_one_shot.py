@@ -28,7 +28,7 @@ def run(method, clients, rounds=1):
 def examples(clients):
     """Return each client's clipped features and one-hot labels, in float64."""
     found = []
-    for client in range(clients.number):
+    for client in range(clients.num_clients):
         rows = rows_of(clients.train, clients.train_size[[client]], [client])
         # The network takes no empty batch, and one client has no examples.
         batch = jnp.asarray(clients.inputs[rows if len(rows) else [0]])

@@ -167,7 +167,7 @@ def test_a_client_without_impact_has_no_influence(factors, nobody, case):
     build, clip = case
     method = build(impacts=p / p.sum(), epsilon=8.0, clip=clip)
     other = clients._replace(
-        train_size=np.where(np.arange(clients.number) == nobody, 2, clients.train_size)
+        train_size=np.where(np.arange(clients.num_clients) == nobody, 2, clients.train_size)
     )
     found = run(method)
     jax.tree.map(np.testing.assert_array_equal, found.server, run(method, other).server)

@@ -156,7 +156,9 @@ def test_mr_mtl_with_a_large_penalty_is_fedavg_by_private_steps():
             fedavg(MODEL, local=private_steps(1e-4, steps=1), mechanism=Mechanism(sampling=Full())),
         )
     )
-    start, _ = mr_mtl(MODEL, local=private_steps()).init(jax.random.split(KEY, 3)[0], FILLED.number)
+    start, _ = mr_mtl(MODEL, local=private_steps()).init(
+        jax.random.split(KEY, 3)[0], FILLED.num_clients
+    )
     moved, error = (
         optax.tree.sub(expected.server.params, other.params) for other in (start, found.server)
     )

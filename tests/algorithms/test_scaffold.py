@@ -115,15 +115,15 @@ def test_one_clip_bounds_both_halves_of_what_a_client_sends():
     clients = small_clients()
     algorithm = scaffold(MODEL, **WHOLE, **PRIVATE | {"noise_multiplier": 0.0, "sampling": Full()})
     absent = clients._replace(
-        train_size=np.where(np.arange(clients.number) == 4, 0, clients.train_size)
+        train_size=np.where(np.arange(clients.num_clients) == 4, 0, clients.train_size)
     )
     one, other = run(algorithm, clients, 1).server, run(algorithm, absent, 1).server
     moved, changed = (
         float(optax.tree.norm(optax.tree.sub(getattr(one, f), getattr(other, f)))) for f in HALVES
     )
-    assert moved > 0.01 * CLIP / clients.number
-    assert changed > 0.01 * CLIP / clients.number
-    assert np.hypot(moved, changed) * clients.number == pytest.approx(CLIP, rel=1e-3)
+    assert moved > 0.01 * CLIP / clients.num_clients
+    assert changed > 0.01 * CLIP / clients.num_clients
+    assert np.hypot(moved, changed) * clients.num_clients == pytest.approx(CLIP, rel=1e-3)
 
 
 HALVES = ("params", "control")
@@ -135,9 +135,9 @@ def test_both_halves_get_the_noise_and_epsilon_is_dp_fedavgs():
     clients = clients._replace(train_size=np.zeros_like(clients.train_size))
     algorithm = scaffold(MODEL, **WHOLE, **PRIVATE)
     found = run(algorithm, clients, 1)
-    start: ScaffoldServer = algorithm.init(jax.random.split(KEY, 3)[0], clients.number)[0]
-    expected = 0.6 * clients.number
-    share = {"params": expected, "control": clients.number}
+    start: ScaffoldServer = algorithm.init(jax.random.split(KEY, 3)[0], clients.num_clients)[0]
+    expected = 0.6 * clients.num_clients
+    share = {"params": expected, "control": clients.num_clients}
     for half in HALVES:
         noise = jax.tree.leaves(optax.tree.sub(getattr(found.server, half), getattr(start, half)))
         noise = np.concatenate([leaf.ravel() for leaf in noise]) * share[half]

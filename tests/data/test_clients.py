@@ -132,10 +132,10 @@ def test_blocks_are_complete_and_hold_nothing_else(count, shards, overlap, seed)
     clients = make_clients(data, train, test)
     parts = shard(clients, shards)
     assert all(len(array) % shards == 0 for array in jax.tree.leaves(parts))
-    assert parts.number == -(-count // shards) * shards
+    assert parts.num_clients == -(-count // shards) * shards
     assert (np.asarray(parts.train_size)[count:] == 0).all()
     assert (np.asarray(parts.test_size)[count:] == 0).all()
-    whole, per_block = examples(clients), parts.number // shards
+    whole, per_block = examples(clients), parts.num_clients // shards
     read = [examples(parts, block, shards) for block in range(shards)]
     assert [client for one in read for client in one[:per_block]][:count] == whole[:count]
     assert [client for one in read for client in one[per_block:]][:count] == whole[count:]

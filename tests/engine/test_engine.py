@@ -210,10 +210,10 @@ def test_evaluation_equals_a_plain_loop(tests):
     if tests:  # several blocks of batches, the last of them broken
         rows = (
             np.random.default_rng(0)
-            .integers(len(clients.labels), size=(clients.number, tests))
+            .integers(len(clients.labels), size=(clients.num_clients, tests))
             .astype(np.int32)
         )
-        sizes = np.resize(np.array([300, 0, 1, 60, 61, 180, 299], np.int32), clients.number)
+        sizes = np.resize(np.array([300, 0, 1, 60, 61, 180, 299], np.int32), clients.num_clients)
         clients = clients._replace(test=Lists.of(rows), test_size=sizes)
     algorithm = fedavg(MODEL, local=LocalSGD(optax.sgd(0.1), epochs=3))
     population = place(clients)
@@ -225,7 +225,7 @@ def test_evaluation_equals_a_plain_loop(tests):
     losses = np.asarray(
         optax.softmax_cross_entropy_with_integer_labels(logits, jnp.asarray(clients.labels))
     )
-    for i in range(clients.number):
+    for i in range(clients.num_clients):
         rows = clients.test[i][: clients.test_size[i]]
         if len(rows) == 0:
             assert np.isnan(scores["accuracy"][i])

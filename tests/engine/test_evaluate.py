@@ -25,7 +25,7 @@ def result(parts):
 
 def scores_by_hand(model, clients):
     found = []
-    for client in range(clients.number):
+    for client in range(clients.num_clients):
         rows = clients.test[client][: clients.test_size[client]]
         found.append(np.mean(model.predict(clients.inputs[rows]) == clients.labels[rows]))
     return found

@@ -75,7 +75,7 @@ def test_a_kill_between_any_two_steps_leaves_the_last_checkpoint(tmp_path, monke
 
         def step(self, *args):
             if name == "save":
-                rows = [store.read(np.arange(store.number)) for store in stores]
+                rows = [store.read(np.arange(store.num_clients)) for store in stores]
                 saved[args[0]] = jax.tree.map(np.copy, args[1]["states"]), rows[0]
             plain(self, *args)
             kills.append(tmp_path / f"{len(kills)}-{name}")

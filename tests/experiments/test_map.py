@@ -73,7 +73,10 @@ def test_clients_that_never_take_part_leave_no_trace_in_the_model():
     method = methods.only_participants(dp_fedavg(MODEL, local=LOCAL, **PRIVATE), 3)
     labels = np.asarray(clients.labels).copy()
     rows = np.concatenate(
-        [np.asarray(clients.train[i])[: clients.train_size[i]] for i in range(3, clients.number)]
+        [
+            np.asarray(clients.train[i])[: clients.train_size[i]]
+            for i in range(3, clients.num_clients)
+        ]
     )
     labels[rows] = (labels[rows] + 1) % 10
     results = [

@@ -256,7 +256,7 @@ def test_methods_train_adapters_as_the_plain_twin_does(name, model, options):
     server, states, _ = reference.run(KEY, algorithm, clients, 2)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
     jax.tree.map(close, jax.device_get(result.server), jax.device_get(server))
-    found = jax.tree.map(lambda leaf: leaf[: clients.number], jax.device_get(result.states))
+    found = jax.tree.map(lambda leaf: leaf[: clients.num_clients], jax.device_get(result.states))
     jax.tree.map(close, found, jax.tree.map(lambda *leaves: np.stack(leaves), *states))
 
 

@@ -111,7 +111,7 @@ def test_models_of_clients_come_back_by_their_number(result, tmp_path):
     np.testing.assert_array_equal(one(INPUTS), result.model(4)(INPUTS))
     assert "client 4 without noise. No epsilon covers it" in one.about["privacy"]
     for wrong, given, words in [
-        (path, None, "client must be a client's number from 0 to 10 for .*, got None"),
+        (path, None, "client must be an index of a client from 0 to 10 for .*, got None"),
         (path, 11, "client must be a whole number from 0 to 10, got 11"),
         (single, 3, "client must be 4 for .*, got 3"),
     ]:

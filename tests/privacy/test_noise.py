@@ -72,7 +72,7 @@ def probe(update, mechanism, like=None, clients=None):
     """A method whose clients send `update(key, data)`, and whose server keeps the aggregate and some weights."""
     like, clients = jnp.zeros(()) if like is None else like, clients or small_clients()
 
-    def init(key, number):
+    def init(key, num_clients):
         data = ClientData(clients.inputs, clients.labels, clients.train[0], clients.train_size[0])
         shapes = jax.eval_shape(update, key, data)
         return {
@@ -156,7 +156,7 @@ def change(algorithm, clients, neighbours, *, devices, chunk):
     """Norm of the difference between two exact sums, over the clip bound."""
     population = place(clients, jax.devices()[:devices])
     center, states = initialize(KEY, KEY, algorithm, population)
-    ids = jnp.arange(clients.number)
+    ids = jnp.arange(clients.num_clients)
 
     @jax.jit
     def total(clients):

@@ -76,7 +76,7 @@ MADE = Comparison(
 def test_hold_out_parts_the_training_examples():
     clients = small_clients()
     tuning = hold_out(clients, 0.25, seed=3)
-    for i in range(clients.number):
+    for i in range(clients.num_clients):
         train, test = tuning.train[i][: tuning.train_size[i]], tuning.test[i][: tuning.test_size[i]]
         own, size = clients.train[i][: clients.train_size[i]], int(clients.train_size[i])
         assert sorted([*train, *test]) == sorted(own)
@@ -269,7 +269,7 @@ def test_the_best_point_is_run_with_every_seed_and_again_from_the_folder(tmp_pat
 def one_example_each():
     clients = small_clients()
     size = np.ones_like(clients.train_size)
-    rows = np.arange(clients.number).reshape(-1, 1)
+    rows = np.arange(clients.num_clients).reshape(-1, 1)
     return clients._replace(train=Lists.of(rows), train_size=size)
 
 

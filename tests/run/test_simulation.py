@@ -144,7 +144,7 @@ def test_a_run_whose_updates_are_all_dropped_stops(tmp_path):
 def test_clients_without_tests_are_fine(tmp_path, caplog):
     clients = small_clients()
     untested = clients._replace(
-        test=Lists.of([[]] * clients.number), test_size=np.zeros_like(clients.test_size)
+        test=Lists.of([[]] * clients.num_clients), test_size=np.zeros_like(clients.test_size)
     )
     result = quiet(ALGORITHMS["fedprox"](), untested, folder=tmp_path, progress=True)
     assert [r.getMessage() for r in caplog.records] == [

@@ -98,4 +98,4 @@ def test_all_clients_share_one_program(monkeypatch):
 
 
 def starts(result):
-    return jax.random.split(result.origin.key, 3)[0], result.origin.clients.number
+    return jax.random.split(result.origin.key, 3)[0], result.origin.clients.num_clients

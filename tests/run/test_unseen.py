@@ -50,21 +50,23 @@ def accuracy(params, clients, client):
 
 def mean_accuracy(params, clients):
     """Over clients by their own tests; `params` of each, or one for all."""
-    own = params if isinstance(params, list) else [params] * clients.number
+    own = params if isinstance(params, list) else [params] * clients.num_clients
     return np.mean([accuracy(one, clients, i) for i, one in enumerate(own)])
 
 
 def test_each_client_is_in_one_part_with_its_own_rows():
     clients = small_clients()
     parts = leave_out(clients, SHARE, seed=4)
-    assert [part.number for part in parts] == [8, 3]  # a share of 0.3 of 11
+    assert [part.num_clients for part in parts] == [8, 3]  # a share of 0.3 of 11
     for split in ("train", "test"):
-        found = [rows_of(part, split, i).tolist() for part in parts for i in range(part.number)]
+        found = [
+            rows_of(part, split, i).tolist() for part in parts for i in range(part.num_clients)
+        ]
         assert sorted(found) == sorted(
-            rows_of(clients, split, i).tolist() for i in range(clients.number)
+            rows_of(clients, split, i).tolist() for i in range(clients.num_clients)
         )
-    assert [part.number for part in leave_out(clients, 0.01, seed=4)] == [10, 1]
-    assert [part.number for part in leave_out(clients, 0.99, seed=4)] == [1, 10]
+    assert [part.num_clients for part in leave_out(clients, 0.01, seed=4)] == [10, 1]
+    assert [part.num_clients for part in leave_out(clients, 0.99, seed=4)] == [1, 10]
 
 
 def test_the_choice_is_drawn_by_the_seed_alone_and_evenly():
@@ -116,7 +118,7 @@ def test_newcomers_train_before_evaluation_on_their_own_examples():
         own = MODEL.apply(params, MODEL.prepare(inputs))
         return optax.softmax_cross_entropy_with_integer_labels(own, labels).mean()
 
-    for client in range(newcomers.number):
+    for client in range(newcomers.num_clients):
         rows = rows_of(newcomers, "train", client)
         gradient = jax.grad(loss)(
             result.server.params, newcomers.inputs[rows], newcomers.labels[rows]
@@ -134,9 +136,11 @@ def test_newcomers_of_a_method_that_keeps_models_have_the_first_one():
     participants, newcomers = leave_out(small_clients(), SHARE, seed=2)
     method = ditto(MODEL, personal=LOCAL, local=LOCAL)
     result = simulate(7, method, participants, rounds=1, progress=False)
-    _, first = method.init(jax.random.split(jax.random.key(7), 3)[0], newcomers.number)
+    _, first = method.init(jax.random.split(jax.random.key(7), 3)[0], newcomers.num_clients)
     row, _ = evaluate(method, result.server, newcomers, key=7)
-    untrained = [jax.tree.map(lambda leaf, i=i: leaf[i], first) for i in range(newcomers.number)]
+    untrained = [
+        jax.tree.map(lambda leaf, i=i: leaf[i], first) for i in range(newcomers.num_clients)
+    ]
     assert row["accuracy"] == pytest.approx(mean_accuracy(untrained, newcomers))
 
 
@@ -190,7 +194,7 @@ def servers(monkeypatch):
 
     def recorded(key, build, values, clients, **options):
         results = sweep(key, build, values, clients, **options)
-        found.append((clients.number, jax.device_get([result.server for result in results])))
+        found.append((clients.num_clients, jax.device_get([result.server for result in results])))
         return results
 
     monkeypatch.setattr(jaxfl.run.candidate_runs, "sweep", recorded)
@@ -219,7 +223,8 @@ def test_unseen_scores_are_those_of_an_evaluation_by_hand(clients, tmp_path):
         lonely = simulate(seed, alone(0.3), newcomers, rounds=rounds, progress=False)
         row = by_row["alone", math.inf, seed]
         models = [
-            jax.tree.map(lambda leaf, i=i: leaf[i], lonely.states) for i in range(newcomers.number)
+            jax.tree.map(lambda leaf, i=i: leaf[i], lonely.states)
+            for i in range(newcomers.num_clients)
         ]
         assert row["chosen"] == {"rate": 0.3}
         assert row["unseen"] == pytest.approx(mean_accuracy(models, newcomers))
@@ -313,10 +318,10 @@ def test_a_method_that_cannot_serve_newcomers_is_found_before_the_first_round(cl
     def build(rate):
         method = fedavg(MODEL, local=LocalSGD(optax.sgd(rate)))
 
-        def init(key, number):
-            if number < 4:
-                raise ValueError(f"{number} clients are too few")
-            return method.init(key, number)
+        def init(key, num_clients):
+            if num_clients < 4:
+                raise ValueError(f"{num_clients} clients are too few")
+            return method.init(key, num_clients)
 
         return method._replace(init=init)
 

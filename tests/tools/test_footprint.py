@@ -167,7 +167,7 @@ def test_the_command_prints_a_runs_footprint(monkeypatch, capsys, tmp_path):
 
     def counted(chip, algorithm, clients, *, chunk, trips):
         seen.update(
-            chip=chip, method=algorithm.name, clients=clients.number, chunk=chunk, trips=trips
+            chip=chip, method=algorithm.name, clients=clients.num_clients, chunk=chunk, trips=trips
         )
         return Footprint(chip, chunk, 12.5, 9, 2e6, 3e6, 4e6, 5e9, 1000, math.nan)
 

@@ -147,7 +147,7 @@ def abstract_population(clients: Clients, device: jax.Device) -> Population:
     shapes = _placed_shapes(mesh, jax.eval_shape(in_rows, clients), P("clients"))
     largest = max(1, int(np.max(clients.train_size)))
     return Population(
-        shapes, clients.number, mesh, size=common_size(clients), capacities=(largest,)
+        shapes, clients.num_clients, mesh, size=common_size(clients), capacities=(largest,)
     )
 
 

@@ -118,7 +118,7 @@ class AdaptiveClip(Mechanism):
         joint = jnp.hypot(jnp.minimum(norm, memory.clip), 0.5 * memory.scale * memory.clip)
         return super().contribute(key, memory, client, sent, joint)
 
-    def insert(self, memory: ClipState, update: Tree, count: Float[Array, ""]) -> Tree:
+    def contribute_canaries(self, memory: ClipState, update: Tree, count: Float[Array, ""]) -> Tree:
         """Return the canaries' contribution. Their norms meet the bound."""
         return {"update": update, "bit": count * memory.scale * memory.clip * 0.5}
 

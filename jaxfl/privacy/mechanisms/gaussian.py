@@ -82,8 +82,8 @@ class Cohort(NamedTuple):
 class Participant(NamedTuple):
     """Participant, as the mechanism sees it."""
 
-    number: Int[Array, ""]
-    """Index of the client."""
+    client_id: Int[Array, ""]
+    """Index of the client among all clients."""
     noise: Float[Array, ""]
     """Std of its noise over C."""
 
@@ -259,7 +259,7 @@ class Mechanism:
         update = self.add_client_noise(key, memory, client, sent.update)
         return Contribution(update, jnp.minimum(norm, self.contribution_bound(memory)))
 
-    def insert(self, memory: Tree, update: Tree, count: Float[Array, ""]) -> Tree:
+    def contribute_canaries(self, memory: Tree, update: Tree, count: Float[Array, ""]) -> Tree:
         """Return the contribution of `count` canaries to the sum.
 
         Their updates have maximal norm, and sum to `update`.
@@ -277,7 +277,7 @@ class Mechanism:
         if not self.clients_noisy:
             return update
         std = client.noise * self.contribution_bound(memory)
-        return add_gaussian(derive(key, CLIENT_NOISE, client.number), update, std)
+        return add_gaussian(derive(key, CLIENT_NOISE, client.client_id), update, std)
 
     def aggregate(
         self, key: Key[Array, "*S"], memory: Tree, cohort: Cohort, total: Total, mesh: Mesh

@@ -167,7 +167,7 @@ class PrivacyFilter(Mechanism):
         number = jnp.clip(number, release.low, release.high)
         if release.noise:
             std = jnp.float32(release.noise * (release.high - release.low))
-            noisy = add_gaussian(derive(key, RELEASE, client.number), number, std)
+            noisy = add_gaussian(derive(key, RELEASE, client.client_id), number, std)
             number = jnp.clip(noisy, release.low, release.high)
         return made._replace(row=number)
 
@@ -202,7 +202,9 @@ class PrivacyFilter(Mechanism):
             return one_gaussian(0.0, "none", reason)
         self._check(ledger)
         if one_round:
-            return shown_by(ledger, _beside(ledger), "Gaussian, replace-one (multiplier s/2)")
+            return shown_by(
+                ledger, _release_costs(ledger), "Gaussian, replace-one (multiplier s/2)"
+            )
         return one_gaussian(self.least_total, _THEOREM, "a filter that stops nobody")
 
     def planned(self, clients: int, rounds: int) -> Ledger:
@@ -239,7 +241,7 @@ class PrivacyFilter(Mechanism):
         """Return a ledger's participants that the filter admits."""
         present = np.asarray(ledger.participants, bool).copy()
         with np.errstate(divide="ignore", invalid="ignore"):
-            costs = np.broadcast_to(upload_costs(ledger, _beside(ledger)), present.shape)
+            costs = np.broadcast_to(upload_costs(ledger, _release_costs(ledger)), present.shape)
             budget = np.float64(self.least_total) ** -2.0 * (1 - ROUNDING)
             spent = np.zeros(present.shape[1])
             for row, cost in zip(present, costs):
@@ -250,7 +252,7 @@ class PrivacyFilter(Mechanism):
     def _check(self, ledger: Ledger) -> None:
         """Require that each client's messages compose to a multiplier of at least `least_total`."""
         with np.errstate(divide="ignore", invalid="ignore"):
-            costs = upload_costs(ledger, _beside(ledger))
+            costs = upload_costs(ledger, _release_costs(ledger))
             spent = np.where(ledger.participants, costs, 0.0).sum(axis=0)
             over = spent > np.float64(self.least_total) ** -2.0
         if over.any():
@@ -262,6 +264,6 @@ class PrivacyFilter(Mechanism):
             )
 
 
-def _beside(ledger: Ledger) -> Float[np.ndarray, "#T"]:
+def _release_costs(ledger: Ledger) -> Float[np.ndarray, "#T"]:
     """Return the inverse square multipliers of released numbers, or 0 if there are none."""
     return np.asarray(ledger.notes.get("release_noise", [math.inf]), np.float64) ** -2.0

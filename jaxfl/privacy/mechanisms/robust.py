@@ -49,7 +49,7 @@ class Robust(Mechanism):
         """
         raise NotImplementedError
 
-    def insert(self, memory: Tree, update: Tree, count: Float[Array, ""]) -> Tree:
+    def contribute_canaries(self, memory: Tree, update: Tree, count: Float[Array, ""]) -> Tree:
         """Raise an error, because nothing is summed."""
         raise ValueError(
             f"audit must be None for {type(self).__name__}, which adds nothing up and has no "

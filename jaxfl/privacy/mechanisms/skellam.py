@@ -326,5 +326,5 @@ def _share(key: Key[Array, "*S"], memory: Shares, client: Participant, update: T
     flat, unravel = ravel_pytree(
         jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.int32), update)
     )
-    own = derive(key, CLIENT_NOISE, client.number)
+    own = derive(key, CLIENT_NOISE, client.client_id)
     return unravel(draw_skellam(own, memory.thresholds, flat.size))

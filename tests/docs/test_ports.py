@@ -7,6 +7,8 @@ import re
 import numpy as np
 import pytest
 
+from jaxfl.privacy import FixedSize, Mechanism, Poisson, planned_ledger, privacy_statement
+
 PAGE = (pathlib.Path(__file__).parents[2] / "docs/guides/coming_from.md").read_text()
 SHOWN = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 CELLS = re.findall(r"^```\{code-cell\}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
@@ -70,3 +72,13 @@ def test_the_loop_of_pytorch_and_its_port_have_the_same_weights(tmp_path, monkey
             assert abs(weight - ours["params"][layer][name]).max() > 1e-3
     central = ours["result"].metrics[-1]["central_accuracy"]
     assert central == pytest.approx(float(theirs["accuracy"]))
+
+
+def test_the_epsilons_of_the_port_of_flower_are_those_of_the_page():
+    stated = re.search(r"lowers epsilon from (\S+) to (\S+) at the same noise", PAGE)
+    assert stated is not None
+    for sampling, epsilon in zip((FixedSize(10), Poisson(0.1)), stated.groups(), strict=True):
+        mechanism = Mechanism(clip=0.3, noise_multiplier=1.0, sampling=sampling)
+        ledger = planned_ledger(mechanism, 100, 30)
+        statement = privacy_statement(ledger, mechanism, 100)
+        assert f"{statement['honest']['aggregate']['epsilon']:.1f}" == epsilon

@@ -3,6 +3,7 @@
 import ast
 import pathlib
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +37,8 @@ def test_the_loop_of_pytorch_and_its_port_have_the_same_weights(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     setup, loop = SHOWN[0].split(LOOP)
     settings = {"ROUNDS": 3, "COHORT": 40, "EPOCHS": 2, "BATCH": 10_000, "RATE": 0.1}
-    ours, theirs = {}, {"rng": np.random.default_rng(0), **settings}
+    ours: dict[str, Any] = {}
+    theirs: dict[str, Any] = {"rng": np.random.default_rng(0), **settings}
     first, *cells = cells_of_pytorch()
     exec(first, ours)
     ours |= settings

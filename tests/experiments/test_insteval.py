@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -22,7 +23,8 @@ def ratings():
 
 def test_a_lecturer_is_a_client_and_the_student_is_no_input(monkeypatch):
     monkeypatch.setattr(insteval, "compare", lambda *given, **options: (*given, options))
-    methods, clients, options = insteval.compared(ratings(), rounds=7)
+    given: Any = insteval.compared(ratings(), rounds=7)
+    methods, clients, options = given
     assert (clients.train_size.tolist(), clients.test_size.tolist()) == ([16] * 3, [4] * 3)
     assert clients.labels[clients.train[1][:16]].all()
     # Bounds scale 2 and 6 to the ends. Each bounded column has an input for gaps, which are none.

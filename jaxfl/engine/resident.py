@@ -8,9 +8,11 @@ import jax
 import numpy as np
 from jax import Array
 from jaxtyping import Key
+from typing_extensions import override
 
 from jaxfl.engine.chunk import Program, choose, halved
 from jaxfl.engine.evaluate import PerClient, compile_evaluation
+from jaxfl.engine.interface import Engine
 from jaxfl.engine.memo import described, key_of_method, remembered
 from jaxfl.engine.mesh import Population, everywhere, place
 from jaxfl.engine.program import Points, compile_init, compile_rounds, first_of, freeze
@@ -19,10 +21,8 @@ from jaxfl.engine.states import States
 from jaxfl.types import Algorithm, Clients, Tree
 
 
-class Resident:
-    """State of one run, or of all points of a sweep, and the programs that advance it.
-
-    `jaxfl.engine.streamed.Stream` does the same for more clients than the devices hold.
+class Resident(Engine):
+    """Engine whose client states are on the devices.
 
     Args:
         init_key: Key of the first state.
@@ -66,18 +66,18 @@ class Resident:
         self.program: Program | None = None
         self._segment = segment
 
+    @override
     def begin(self, chunk: int | Literal["auto"]) -> None:
-        """Return to the first state, and set the chunk for the next compilation."""
         self.chunk = chunk
         self.center, self.states = self._init(self.init_key, self.keys.cohort)
 
+    @override
     @property
     def stateful(self) -> bool:
-        """Return whether clients keep a state between rounds."""
         return bool(jax.tree.leaves(self.states))
 
+    @override
     def record(self) -> Records:
-        """Return the shapes of the records of one round of one run."""
         # The compilation uses this trace too, if its chunk is the same.
         step: Any = self._build(1 if self.chunk == "auto" else self.chunk)
         arguments = self._arguments(0, 1)
@@ -87,12 +87,8 @@ class Resident:
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype), shapes
         )
 
+    @override
     def compile(self, facts: tuple[str, ...]) -> Program:
-        """Choose the chunk, and compile the program of rounds for it.
-
-        Args:
-            facts: Everything that a cached choice depends on in addition to shapes and devices.
-        """
         mesh = self.population.mesh
         most = min(
             self.population.num_slots // mesh.size,
@@ -102,11 +98,8 @@ class Resident:
         self._evaluated_chunk = self.program.chunk
         return self.program
 
+    @override
     def programs(self, key: Key[Array, "*P"]) -> dict[str, list[Any]]:
-        """Return the traced programs of rounds, and of an evaluation with this key.
-
-        They take one client, and one point of a sweep, at a time.
-        """
         step: Any = self._build(1)
         score: Any = self._score(1)
         if isinstance(self.algorithm, Points) and self.algorithm.batch is not None:
@@ -119,39 +112,36 @@ class Resident:
         scored = score.func.trace(*score.args, *arguments, **score.keywords)
         return {"round": [stepped.jaxpr], "evaluation": [scored.jaxpr]}
 
+    @override
     def rounds(self, start: int, count: int) -> Records:
-        """Run `count` rounds from round `start`, and return their records on the host.
-
-        The records have at least `count` rows.
-        """
         assert self.program is not None
         arguments = self._arguments(start, count)
         with jax.transfer_guard("disallow"):
             self.center, self.states, records = self.program.step(*arguments)
         return jax.device_get(records)
 
+    @override
     def evaluate(self, key: Key[Array, "*P"], last: int) -> PerClient:
-        """Return the scores of all clients after round `last`, on the host."""
-
         def scores(chunk: int) -> PerClient:
             return jax.device_get(self._score(chunk)(*self._evaluation_arguments(key, last)))
 
         found, self._evaluated_chunk = halved(scores, self._evaluated_chunk)
         return found
 
+    @override
     def saved(self) -> dict[str, Tree]:
-        """Return the state that a checkpoint stores."""
         return {"center": self.center, "states": self.states}
 
+    @override
     def save(self, write: Callable[[], Any]) -> None:
-        """Let `write` write a checkpoint."""
         write()
 
+    @override
     def restore(self, saved: dict[str, Tree]) -> None:
-        """Resume from the state that a checkpoint stored."""
         self.center = saved["center"]
         self.states = saved["states"]
 
+    @override
     def all_states(self) -> Tree:
         """Return the client states [C, ...] as host arrays.
 

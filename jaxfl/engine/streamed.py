@@ -21,11 +21,13 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Int, Key
+from typing_extensions import override
 
 from jaxfl.backend import compiler_options
 from jaxfl.data.clients import blocks_of_lists, in_lists, rows_of
 from jaxfl.engine.chunk import Program, choose, halved
 from jaxfl.engine.evaluate import PerClient, compile_evaluation
+from jaxfl.engine.interface import Engine
 from jaxfl.engine.memo import described, key_of_arrays, key_of_method, remembered
 from jaxfl.engine.mesh import Population, mesh_of, sized
 from jaxfl.engine.program import compile_for, first_states, freeze, states_in_rows
@@ -217,10 +219,8 @@ def fill(key: Key[Array, ""], programs: Programs, store: Store) -> None:
     store.commit()
 
 
-class Stream:
-    """State of one run whose clients pass through the devices in blocks.
-
-    Its methods and results are those of `jaxfl.engine.resident.Resident`.
+class Stream(Engine):
+    """Engine whose client states are on the host, and pass through the devices in blocks.
 
     Args:
         init_key: Key of the first state.
@@ -282,8 +282,8 @@ class Stream:
         self._record, zeros = self._shapes()
         self.zero = zeros()
 
+    @override
     def begin(self, chunk: int | Literal["auto"]) -> None:
-        """Return to the first state, and set the chunk for the next compilation."""
         self.chunk = chunk
         self.restored = False
         programs = self._programs
@@ -292,22 +292,20 @@ class Stream:
         self.center = programs.center(key, self.keys.cohort)
         self.store = Store(self.folder, like, self.population.num_clients)
 
+    @override
     @property
     def stateful(self) -> bool:
-        """Return whether clients keep a state between rounds."""
         return self.store.bytes_per_client > 0
 
+    @override
     def record(self) -> Records:
-        """Return the shapes of the records of one round."""
         return self._record
 
+    @override
     def compile(self, facts: tuple[str, ...]) -> Program:
         """Choose the chunk, and compile the program of rounds for it.
 
         A run that is not restored from a checkpoint first writes the initial states.
-
-        Args:
-            facts: Everything that a cached choice depends on in addition to shapes and devices.
         """
         if not self.restored:
             fill(self.init_key, self._programs, self.store)
@@ -330,11 +328,8 @@ class Stream:
         self._evaluated_chunk = self.program.chunk
         return self.program
 
+    @override
     def programs(self, key: Key[Array, ""]) -> dict[str, list[Any]]:
-        """Return the traced programs of a round, and of an evaluation with this key.
-
-        They have one slot per device.
-        """
         empty = np.full(self.population.mesh.size, self.store.num_clients, np.int32)
         ids, clients, states = self._load(empty, tests=True)
         index = np.int32(0)
@@ -350,8 +345,8 @@ class Stream:
         )
         return {"round": [drawn.jaxpr, added.jaxpr, finished.jaxpr], "evaluation": [scored.jaxpr]}
 
+    @override
     def rounds(self, start: int, count: int) -> Records:
-        """Run `count` rounds from round `start`, and return their records on the host."""
         total = self.zero
         records: list[Records] = []
         before: tuple[Block, States, Records | None] | None = None
@@ -386,9 +381,8 @@ class Stream:
             settle(*before)
         return jax.tree.map(lambda *rounds: np.stack(rounds), *records)
 
+    @override
     def evaluate(self, key: Key[Array, ""], last: int) -> PerClient:
-        """Return the scores of all clients after round `last`, on the host."""
-
         def score(step: functools.partial, first: int) -> PerClient:
             ids = np.arange(first, first + self._evaluation_slots, dtype=np.int32)
             _, clients, states = self._load(ids, tests=True)
@@ -406,6 +400,7 @@ class Stream:
         blocks, self._evaluated_chunk = halved(scores, self._evaluated_chunk)
         return jax.tree.map(lambda *parts: np.concatenate(parts)[: self.store.num_clients], *blocks)
 
+    @override
     def saved(self) -> dict[str, Tree]:
         """Return the state that a checkpoint stores.
 
@@ -413,18 +408,20 @@ class Stream:
         """
         return {"center": self.center, "states": self.store.saved()}
 
+    @override
     def save(self, write: Callable[[], Any]) -> None:
         """Write the rows to disk, let `write` write a checkpoint, and protect the rows in it."""
         self.store.flush()
         write()
         self.store.commit()
 
+    @override
     def restore(self, saved: dict[str, Tree]) -> None:
-        """Resume from the state that a checkpoint stored."""
         self.store.restore(**saved["states"])
         self.center = saved["center"]
         self.restored = True
 
+    @override
     def all_states(self) -> Tree:
         """Return the client states [C, ...], mapped and read-only."""
         return self.store.states().tree()

@@ -9,6 +9,7 @@ import jax
 
 from jaxfl.callbacks import Callback, entered
 from jaxfl.engine import processes
+from jaxfl.engine.interface import Engine
 from jaxfl.engine.program import Points
 from jaxfl.engine.resident import Resident
 from jaxfl.engine.round import Keys
@@ -20,7 +21,7 @@ from jaxfl.run.followers import Bar, Callbacks, Health, Saver
 from jaxfl.run.health import Watch
 from jaxfl.run.lock import Lock
 from jaxfl.run.loop import SEGMENT_ROUNDS, Loop
-from jaxfl.run.plan import Engine, RunPlan
+from jaxfl.run.plan import RunPlan
 from jaxfl.run.recorder import EvaluationSchedule, Journal, Result
 from jaxfl.run.trained import Origin
 
@@ -75,7 +76,7 @@ def _finish(loop: Loop, callbacks: Sequence[Callback], shown: bool) -> list[Resu
                 raise signals.stopped(asked(), loop.where()) from None
     except Exception as error:
         if loop.checkpoints is not None:
-            error.add_note(_how_to_go_on(loop.done, loop.checkpoints.newest()))
+            error.add_note(_resume_note(loop.done, loop.checkpoints.newest()))
         raise
     finally:
         # A run that an error stops has reports too, of the rounds so far.
@@ -191,7 +192,7 @@ def _resume(loop: Loop, checkpoints: Checkpoints, lock: Lock) -> None:
         lock.take(shared=False)
 
 
-def _how_to_go_on(done: int, newest: str) -> str:
+def _resume_note(done: int, newest: str) -> str:
     """Return the note of an error that ends a run with a folder."""
     note = f"stopped after round {done}; the last checkpoint is {newest}"
     if jax.process_count() == 1:

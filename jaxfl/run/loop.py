@@ -12,6 +12,7 @@ import numpy as np
 from jaxfl.engine import processes
 from jaxfl.engine.chunk import Program, attempt, half
 from jaxfl.engine.evaluate import PerClient
+from jaxfl.engine.interface import Engine
 from jaxfl.engine.mesh import everywhere
 from jaxfl.engine.round import Center, Records
 from jaxfl.privacy.audit import Scores, model_in, with_final
@@ -19,7 +20,7 @@ from jaxfl.run.central import Central
 from jaxfl.run.checkpoint import Checkpoints
 from jaxfl.run.flags import scores_may_be_undefined
 from jaxfl.run.kept import BestModels, check_kept
-from jaxfl.run.plan import Engine, RunPlan
+from jaxfl.run.plan import RunPlan
 from jaxfl.run.recorder import EvaluationSchedule, Journal, Recorded
 from jaxfl.types import Tree
 

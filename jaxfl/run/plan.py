@@ -11,19 +11,15 @@ from jaxtyping import Key
 
 from jaxfl.backend import of_devices
 from jaxfl.data.load import Dataset
+from jaxfl.engine.interface import Engine
 from jaxfl.engine.memo import described, first_made, key_of_arrays, key_of_method, remembered
 from jaxfl.engine.program import Points
-from jaxfl.engine.resident import Resident
-from jaxfl.engine.streamed import Stream
 from jaxfl.privacy.audit import Canaries, check_audit
 from jaxfl.run import fingerprint
 from jaxfl.run.check import check_algorithm, check_mechanism
 from jaxfl.run.randomness import Streams
 from jaxfl.run.recorder import EvaluationSchedule
 from jaxfl.types import Algorithm, Clients, Tree
-
-Engine = Resident | Stream
-"""Rounds and evaluations on the devices, with the clients' states on the devices or the host."""
 
 
 class Settings(NamedTuple):

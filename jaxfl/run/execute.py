@@ -17,6 +17,7 @@ from jaxfl.engine.streamed import Stream
 from jaxfl.run import report, signals
 from jaxfl.run.central import Central
 from jaxfl.run.checkpoint import Checkpoints
+from jaxfl.run.costs import traffic_by_point
 from jaxfl.run.followers import Bar, Callbacks, Health, Saver
 from jaxfl.run.health import Watch
 from jaxfl.run.lock import Lock
@@ -166,6 +167,7 @@ def _journals(
     # All points have the same shapes of records.
     record = engine.record()
     facts = settings.streams.describe(plan.key) | {"stateful": engine.stateful}
+    traffic = traffic_by_point(plan.algorithms, plan.clients)
     return [
         Journal(
             algorithm,
@@ -178,8 +180,9 @@ def _journals(
             pictures=len(plan.algorithms) <= _PICTURES,
             central=settings.central is not None,
             best=settings.keep == "best",
+            traffic={"bytes_up": sent.up, "bytes_down": sent.down},
         )
-        for algorithm, folder in zip(plan.algorithms, folders, strict=True)
+        for algorithm, folder, sent in zip(plan.algorithms, folders, traffic, strict=True)
     ]
 
 

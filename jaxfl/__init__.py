@@ -9,6 +9,7 @@ from jaxfl.run.attack import membership
 from jaxfl.run.candidates import Candidate, grid, spread
 from jaxfl.run.compare import compare
 from jaxfl.run.comparison import Comparison
+from jaxfl.run.costs import Clock, deployment_cost, plot_costs, traffic
 from jaxfl.run.evaluate import evaluate
 from jaxfl.run.flags import configure
 from jaxfl.run.page import write_report
@@ -25,6 +26,7 @@ __all__ = [
     "Candidate",
     "ClientData",
     "Clients",
+    "Clock",
     "Comparison",
     "Ledger",
     "LocalSGD",
@@ -41,16 +43,19 @@ __all__ = [
     "compare",
     "configure",
     "data",
+    "deployment_cost",
     "evaluate",
     "grid",
     "load_model",
     "membership",
     "models",
+    "plot_costs",
     "privacy",
     "simulate",
     "spread",
     "sweep",
     "tasks",
+    "traffic",
     "write_plan",
     "write_report",
 ]

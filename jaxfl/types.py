@@ -273,6 +273,15 @@ class Terms(NamedTuple):
     """The reason why a published method has no finite epsilon. None if it has one."""
 
 
+class Sparse(NamedTuple):
+    """Number of coordinates that a client's update has off zero, for the count of sent bytes."""
+
+    values: Callable[[Tree], Number]
+    """Function from the shapes of an update to the number of its coordinates that are sent."""
+    public: bool
+    """Whether the server knows which coordinates they are, so that no client has to send that."""
+
+
 class Algorithm(NamedTuple):
     """A method: pure functions over one client and the server, and one static mechanism.
 
@@ -307,6 +316,8 @@ class Algorithm(NamedTuple):
     """The kind of update in a message: a difference, or the client's weights."""
     audit: Any = None
     """A `jaxfl.privacy.Canaries` that take part with the clients. None without an audit."""
+    sparse: Sparse | None = None
+    """Number of coordinates that an update has off zero. None if it may have all of them."""
 
 
 class Ledger(NamedTuple):

@@ -68,6 +68,7 @@ from jaxfl.privacy import (
     BandedNoise,
     BLTNoise,
     CyclicPoisson,
+    Dropouts,
     Extrapolated,
     FixedSize,
     Krum,
@@ -307,7 +308,11 @@ MECHANISMS: dict[str, Mechanism] = {
         clip=0.2, noise_multiplier=1.0, sampling=Poisson(0.6), cohort=20, population=900
     ),
     "skellam": Skellam(
-        clip=0.2, noise_multiplier=1.0, sampling=FixedSize(8), steps=2**15, dropout=0.2, lost=0.1
+        clip=0.2,
+        noise_multiplier=1.0,
+        sampling=Dropouts(FixedSize(8), 0.9),
+        steps=2**15,
+        dropout=0.2,
     ),
     "median": Median(clip=0.2, sampling=Poisson(0.6)),
     "trimmed mean": TrimmedMean(clip=0.2, sampling=Poisson(0.6), share=0.2),

@@ -30,6 +30,7 @@ from jaxfl._validate import check_optional, unchecked
 from jaxfl.algorithms.pdp_fl import Budgets
 from jaxfl.models.saved import save_models
 from jaxfl.privacy import DPSGD, Canaries, Full, Mechanism, Poisson
+from jaxfl.run.trained import Origin
 from jaxfl.tasks import Task
 from jaxfl.types import Model, Terms
 
@@ -43,6 +44,12 @@ MECHANISM = Mechanism(clip=1.0, noise_multiplier=1.0)
 LEDGER = privacy.planned_ledger(MECHANISM, 2, 2)
 METHOD = algorithms.fedavg(MODEL)
 RESULT: Any = jaxfl.Result(METHOD.init(KEY, 2)[0], (), [], {}, {}, LEDGER, {})
+COSTED = RESULT._replace(
+    metrics=[{"round": 2}],
+    ledger=privacy.planned_ledger(MECHANISM, CLIENTS.num_clients, 2),
+    origin=Origin(METHOD, CLIENTS, KEY),
+)
+COSTS = [{"total_up": 1, "total_down": 1, "accuracy": 0.5}]
 LOGGED = types.SimpleNamespace(log=print, log_metrics=print)
 MEANS = data.Encoder("means", "1", 3, dict, lambda weights, x: x.mean((1, 2)))
 FRAME = {"age": [41.0, None, 60.0, 30.0], "ward": ["x", "y", "y", ""], "sick": [0, 1, 1, 0]}
@@ -309,6 +316,17 @@ KINDS: dict[str, Callable[..., Kind]] = {
     "_check_test": same(None, ["x", [], print, 0.0, 1.0, 2, -0.5, NAN, {"a": 3}, {"a": [1], "b": [1, 2]}, {"a": [1]}]),
     "_check_limits": same(None, [3, "age", ["age"], {"age": 3}, {"age": (1, 0)}, {"age": (0, INF)}, {3: (0, 1)}]),
     "_check_categories": same(None, [3, "age", ["age"], {"age": 3}, {"age": []}, {"age": [1, 1]}, {3: [0]}]),
+    "check_availability": same(0.8, ["1", True, NAN, 0.0, -0.5, 1.5, INF, [], [0.0], [1.5], [NAN], [[0.5]], ["a"]], [
+        1, np.float32(0.5), jnp.float32(0.5), np.array(0.5),
+    ]),
+    "_check_staleness": same(1, ["1", True, NAN, -1, 1.5, INF, [], [-1], [0.5], [NAN], [[1]], ["a"]], [
+        0, np.int64(2), jnp.int32(2), np.array([0, 2]),
+    ]),
+    "_check_speed": same(1.0, ["1", True, NAN, 0.0, -1.0, [], [0.0], [NAN], [[1.0]], ["a"]], [
+        1, INF, np.float32(0.5), jnp.float32(0.5), [1.0, INF],
+    ]),
+    "_check_result": same(COSTED, NO_CLASSES),
+    "_check_costs": same({"fedavg": COSTS}, [*NO_CLASSES, {}, COSTS, {"a": 3}, {"a": []}, {"a": [3]}, {"a": [{}]}]),
     "unchecked": same(MISSING, []),
 }  # fmt: skip
 """By the name of a check, what its arguments take."""
@@ -364,6 +382,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "largest_cohort": {"epsilon": 2.0, "noise_multiplier": 2.0, "clients": 4},
     "Release": {"low": 0.25, "high": 2.0, "noise": 1.0},
     "write_report": {"folder": RUN_FOLDER.name},
+    "plot_costs": {"path": pathlib.Path(RUN_FOLDER.name) / "costs.png"},
     "write_plan": {"path": pathlib.Path(RUN_FOLDER.name) / "plan.html"},
     "load_model": {"path": MODEL_FILE},
     "from_frame": {"label": "sick"},
@@ -389,6 +408,7 @@ REFUSED: dict[str, list[Any]] = {
     "features.data": [*map(of_pictures, NO_PICTURES)],
     "by_sizes.sizes": [[99, 99]],
     "lenet.input_shape": [(4, 4, 1), (7, 7, 1)], "lenet_groupnorm.input_shape": [(4, 4, 1), (7, 7, 1)],
+    "plot_costs.metric": ["none"],
     "write_report.folder": ["/", "no/such/folder"],
     "load_model.path": ["/", "no/such/file"],
     "from_frame.label": NO_COLUMN, "from_frame.owner": NO_COLUMN,

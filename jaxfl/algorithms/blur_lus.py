@@ -14,13 +14,13 @@ from jaxfl._validate import (
     nonzero,
 )
 from jaxfl.algorithms.fedavg import GradientRule, dp_fedavg
-from jaxfl.local.masks import sparsify, top_k_masks
+from jaxfl.local.masks import number_sent, sparsify, top_k_masks
 from jaxfl.local.penalties import check_bound, excess
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.sampling import Sampling
 from jaxfl.server import Server
-from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Tree
+from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Sparse, Tree
 
 
 @checked(**GAUSSIAN, penalty_weight=at_least_0, density=check_fraction)
@@ -93,4 +93,7 @@ def blur_lus(
         masks = top_k_masks(message.update, model.layers, density)
         return Message(sparsify(masks, message.update)), client, info
 
-    return base._replace(name="blur_lus", client_update=client_update)
+    values = functools.partial(number_sent, layers=model.layers, density=density)
+    return base._replace(
+        name="blur_lus", client_update=client_update, sparse=Sparse(values, public=False)
+    )

@@ -20,14 +20,24 @@ from jaxfl._validate import (
     up_to_infinity,
 )
 from jaxfl.algorithms.fedrep import check_extractor, split_head
-from jaxfl.local.masks import keep, random_masks, sparsify, top_k_masks
+from jaxfl.local.masks import keep, number_sent, random_masks, sparsify, top_k_masks
 from jaxfl.local.penalties import check_bound, distance_to_bound
 from jaxfl.local.train import LocalSGD, fit_head
 from jaxfl.privacy.mechanisms import Mechanism, PrivateMask
 from jaxfl.privacy.mechanisms.gaussian import noise_share
 from jaxfl.privacy.sampling import Sampling
 from jaxfl.server import Masks, SparseServer, init_clients, init_sparse, public_key, sparse_step
-from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms, Tree
+from jaxfl.types import (
+    Algorithm,
+    ClientData,
+    Message,
+    Model,
+    Number,
+    Params,
+    Sparse,
+    Terms,
+    Tree,
+)
 
 _EXTRACTOR = LocalSGD(
     optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.01, momentum=0.9)), 100, 5
@@ -152,7 +162,8 @@ def dp_pfeddsu(
         head=head,
         evaluation_epochs=evaluation_epochs,
     )
-    return method._replace(terms=Terms(delta))
+    sparse = _sparse_update(model, sparse_layers, wider, public=mask_source != "local_step")
+    return method._replace(terms=Terms(delta), sparse=sparse)
 
 
 @checked(**_SPARSITY_CHECKS, claim=up_to_infinity)
@@ -228,7 +239,8 @@ def dp_pfeddsu_paper(
     )
     rule = "assuming noise on all weights, regardless of the masks"
     claimed = None if claim is None else (claim, rule)
-    return method._replace(name="dp_pfeddsu_paper", terms=Terms(delta, claimed))
+    sparse = _sparse_update(model, sparse_layers, density, public=False)
+    return method._replace(name="dp_pfeddsu_paper", terms=Terms(delta, claimed), sparse=sparse)
 
 
 def _check_layers(model: Model, num_layers: int | None) -> int:
@@ -255,6 +267,15 @@ def _sparse(model: Model, params: Params, num_layers: int) -> list[str]:
         if any(leaf.ndim >= 2 for leaf in jax.tree.leaves(params.get(name)))
     ]
     return kernels[max(0, len(kernels) - num_layers) :]
+
+
+def _sparse_update(model: Model, number: int, density: Number, *, public: bool) -> Sparse:
+    """Return how many coordinates of an extractor a client sends."""
+
+    def values(extractor: Params) -> Number:
+        return number_sent(extractor, _sparse(model, extractor, number), density)
+
+    return Sparse(values, public)
 
 
 def _sparsified(

@@ -1,17 +1,19 @@
 """Fed-SMP: sparse updates on a random public mask, and noise on this mask alone."""
 
+import functools
+
 import optax
 from jax import Array
 from jaxtyping import Key, UInt32
 
 from jaxfl._validate import GAUSSIAN, check_fraction, checked
 from jaxfl.algorithms.fedavg import GradientRule, Penalty, dp_fedavg
-from jaxfl.local.masks import keep, random_masks, sparsify
+from jaxfl.local.masks import keep, number_sent, random_masks, sparsify
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.sampling import Sampling
 from jaxfl.server import Server, SparseServer, init_sparse, public_key, sparse_step
-from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Tree
+from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Sparse, Tree
 
 
 @checked(**GAUSSIAN, density=check_fraction)
@@ -96,6 +98,11 @@ def fed_smp(
         aggregate = keep(server.support, aggregate)
         return sparse_step(server_optimizer, server, aggregate, masks)
 
+    values = functools.partial(number_sent, layers=model.layers, density=density)
     return base._replace(
-        name="fed_smp", init=init, client_update=client_update, server_update=server_update
+        name="fed_smp",
+        init=init,
+        client_update=client_update,
+        server_update=server_update,
+        sparse=Sparse(values, public=True),
     )

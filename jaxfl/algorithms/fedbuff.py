@@ -1,13 +1,14 @@
 """FedBuff: a buffered asynchronous server, around any method that sends updates."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
-from jaxtyping import Key
+from jaxtyping import Int, Key
 
-from jaxfl._validate import checked, count_from_0
+from jaxfl._validate import check_array, check_counts, checked, count_from_0
 from jaxfl.server import init_clients
 from jaxfl.types import Algorithm, ClientData, Params, Tree
 
@@ -23,8 +24,14 @@ class Versions(NamedTuple):
     """States that clients may train from, the newest first [S + 1, ...]."""
 
 
-@checked(staleness=count_from_0)
-def fedbuff(algorithm: Algorithm, *, staleness: int) -> Algorithm:
+def _check_staleness(name: str, value: Any) -> int | Int[np.ndarray, "C"]:
+    if check_array(name, value).ndim == 0:
+        return count_from_0(name, value)
+    return np.array(check_counts(name, value, least=0, empty=False), np.int32)
+
+
+@checked(staleness=_check_staleness)
+def fedbuff(algorithm: Algorithm, *, staleness: int | Int[np.ndarray, "C"]) -> Algorithm:
     r"""Let the clients of a method train from a broadcast that is up to S rounds old.
 
     .. math::
@@ -32,25 +39,29 @@ def fedbuff(algorithm: Algorithm, *, staleness: int) -> Algorithm:
         \Delta_i = \frac{1}{\sqrt{1 + \tau_i}} \, \mathrm{update}(\theta^{t - \tau_i}), \qquad
         \theta^{t+1} = \mathrm{server}(\theta^t, \mathrm{aggregate}(\Delta))
 
-    A round is one full buffer of updates. The simulation draws staleness, which in a deployment
-    comes from clients' different speeds. The server keeps S + 1 states.
+    A round is one full buffer of updates. The simulation draws staleness, or takes it from the
+    speeds of clients: if the server takes a step every p seconds, and client i needs
+    :math:`s_i` seconds, then :math:`\tau_i = \lceil s_i / p \rceil - 1` (see `jaxfl.Clock`). The
+    server keeps S + 1 states.
 
     Args:
         algorithm: A method whose clients send updates, not weights, because stale starts bias
             weights.
-        staleness: S, in rounds. With 0 the method is unchanged.
+        staleness: S, in rounds, or the staleness of each client `[C]`, whose largest is S. With 0
+            the method is unchanged.
 
     Guarantee: The method's guarantee, for the observer of sums and broadcasts, because updates are
-        clipped after scaling and staleness does not depend on data. The sampler says which clients
-        fill a buffer. Poisson sampling and fixed sizes amplify only if a deployment draws its
-        cohorts so.
-    Deviations from the paper: The buffer's size is the sampler's cohort. Staleness is uniform. If a
-        method has a mask for each round, what a stale client sends off the current mask is lost.
+        clipped after scaling, and a client's staleness concerns its own update alone. The sampler
+        says which clients fill a buffer. Poisson sampling and fixed sizes amplify only if a
+        deployment draws its cohorts so.
+    Deviations from the paper: The buffer's size is the sampler's cohort. Staleness is uniform, or
+        each client's own. If a method has a mask for each round, what a stale client sends off the
+        current mask is lost.
     References: Nguyen et al., Federated Learning with Buffered Asynchronous Aggregation, AISTATS
         2022 (arXiv:2106.06639).
 
     Raises:
-        ValueError: The method sends weights.
+        ValueError: The method sends weights, or staleness is not one number for each client.
 
     >>> from jaxfl.algorithms import fedavg
     >>> from jaxfl.models import mlp
@@ -63,14 +74,27 @@ def fedbuff(algorithm: Algorithm, *, staleness: int) -> Algorithm:
             "Choose a method that sends updates, because stale starts bias weights."
         )
 
+    oldest = int(np.max(staleness))
+    by_client = np.ndim(staleness) == 1
+
     def init(key: Key[Array, ""], num_clients: int) -> tuple[Versions, Tree]:
+        if by_client and np.size(staleness) != num_clients:
+            raise ValueError(
+                f"staleness must be one number, or one for each of {num_clients} clients, got "
+                f"{np.size(staleness)} numbers. Give one for each client."
+            )
         server, clients = algorithm.init(key, num_clients)
-        return Versions(server, init_clients(server, staleness + 1)), clients
+        return Versions(server, init_clients(server, oldest + 1)), clients
+
+    def age_of(key: Key[Array, ""], client_id: Any) -> Int[Array, ""]:
+        if by_client:
+            return jnp.asarray(staleness)[client_id]
+        return jax.random.randint(jax.random.fold_in(key, _STALENESS), (), 0, oldest + 1)
 
     def client_update(
         key: Key[Array, ""], server: Versions, client: Tree, data: ClientData
     ) -> tuple:
-        age = jax.random.randint(jax.random.fold_in(key, _STALENESS), (), 0, staleness + 1)
+        age = age_of(key, data.id)
         old = jax.tree.map(lambda leaf: leaf[age], server.known)
         message, client, info = algorithm.client_update(key, old, client, data)
         scaled = jax.tree.map(lambda leaf: leaf / jnp.sqrt(1.0 + age), message.update)

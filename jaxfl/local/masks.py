@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -150,6 +151,21 @@ def random_masks(
     return _by_kernel(select, params, layers, density)
 
 
+def number_sent(params: Params, layers: Iterable[str], density: Number) -> Number:
+    """Return how many coordinates the masks of `top_k_masks` and `random_masks` keep.
+
+    >>> number_sent({"head": {"kernel": jnp.zeros((4, 5)), "bias": jnp.zeros(5)}}, ["head"], 0.1)
+    7
+    """
+    sparse = frozenset(layers)
+    leaves = jax.tree.leaves_with_path(params)
+    kept = [
+        _kept(density, leaf.size) if _is_kernel(path, leaf, sparse) else leaf.size
+        for path, leaf in leaves
+    ]
+    return sum(kept)
+
+
 def top_percentile_mask(values: Tree, percentile: Number) -> Tree:
     """Return the mask of entries above a percentile of all magnitudes, over all tensors together.
 
@@ -182,11 +198,16 @@ def _by_kernel(
     sparse = frozenset(layers)
     masks = []
     for leaf_index, (path, leaf) in enumerate(jax.tree.leaves_with_path(params)):
-        if path[0].key in sparse and leaf.ndim >= 2:
+        if _is_kernel(path, leaf, sparse):
             masks.append(select(leaf, _kept(density, leaf.size), leaf_index))
         else:
             masks.append(jnp.ones(leaf.shape, bool))
     return jax.tree.unflatten(jax.tree.structure(params), masks)
+
+
+def _is_kernel(path: tuple[Any, ...], leaf: Any, layers: frozenset[str]) -> bool:
+    """Return whether a parameter is a kernel of the layers, which masks may cut."""
+    return path[0].key in layers and leaf.ndim >= 2
 
 
 def _kept(density: Number, size: int) -> int | Array:

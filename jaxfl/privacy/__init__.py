@@ -10,6 +10,7 @@ from jaxfl.privacy.accounting import (
 )
 from jaxfl.privacy.audit import Canaries
 from jaxfl.privacy.dp_sgd import DPSGD
+from jaxfl.privacy.dropouts import Dropouts
 from jaxfl.privacy.mechanisms import (
     AdaptiveClip,
     BandedNoise,
@@ -46,9 +47,9 @@ from jaxfl.privacy.statement import format_statement, privacy_statement
 
 __all__ = [
     "DPSGD", "AdaptiveClip", "BLTNoise", "BallsInBins", "BandedNoise", "Canaries", "CyclicPoisson",
-    "Extrapolated", "FixedSize", "Full", "Krum", "Mechanism", "Median", "MinSeparation", "Poisson",
-    "PrivacyFilter", "PrivateMask", "Release", "Sampling", "Skellam", "TrimmedMean", "blt",
-    "calibrate",
+    "Dropouts", "Extrapolated", "FixedSize", "Full", "Krum", "Mechanism", "Median", "MinSeparation",
+    "Poisson", "PrivacyFilter", "PrivateMask", "Release", "Sampling", "Skellam", "TrimmedMean",
+    "blt", "calibrate",
     "calibrate_examples", "calibrate_upload", "client_noise", "epsilon", "example_epsilon",
     "fixed_budgets", "format_statement", "largest_cohort", "most_rounds", "paper_noise", "plan",
     "planned_ledger", "privacy_statement", "round_budgets", "round_noise",

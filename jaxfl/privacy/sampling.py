@@ -18,12 +18,14 @@ from jaxfl.privacy.observers import ROUNDING, Amplified, SumNoise, View, multipl
 from jaxfl.types import Number
 
 
-def coins(key: Key[Array, "*S"], count: int, rate: Number) -> Bool[Array, "{count}"]:
-    """Draw independent 64-bit coins that are True with probability `rate`.
+def coins(
+    key: Key[Array, "*S"], count: int, rate: Number | Float[np.ndarray, "{count}"]
+) -> Bool[Array, "{count}"]:
+    """Draw independent 64-bit coins that are True with probability `rate`, or each with its own.
 
     The rate is rounded down to a multiple of 2^-64.
     """
-    if not traced(rate) and rate == 1:
+    if not traced(rate) and np.all(np.asarray(rate) == 1):
         return jnp.ones(count, bool)
     bits = random_bits(key, (count, 2))
     high, low = _rate_threshold(rate)
@@ -44,8 +46,8 @@ def permutation(key: Key[Array, "*S"], count: int) -> Int[Array, "{count}"]:
     return jnp.lexsort((bits[0], bits[1])).astype(jnp.int32)
 
 
-def _rate_threshold(rate: Number) -> tuple[Any, Any]:
-    """Return 2^64 times a rate below 1, rounded down, as two words.
+def _rate_threshold(rate: Number | Float[np.ndarray, "C"]) -> tuple[Any, Any]:
+    """Return 2^64 times a rate below 1, or each client's, rounded down, as two words.
 
     A traced rate is replaced by the next float below.
     """
@@ -54,8 +56,11 @@ def _rate_threshold(rate: Number) -> tuple[Any, Any]:
         high = jnp.floor(scaled)
         low = (scaled - high) * 2.0**32
         return high.astype(jnp.uint32), low.astype(jnp.uint32)
-    high, low = divmod(int(float(rate) * 2.0**64), 2**32)
-    return np.uint32(high), np.uint32(low)
+    # A rate of 1 among others loses 2^-64, because its threshold would need a 65th bit.
+    scaled = [min(int(own * 2.0**64), 2**64 - 1) for own in np.ravel(rate).tolist()]
+    words = np.array([divmod(own, 2**32) for own in scaled], np.uint32)
+    high, low = words.T.reshape(2, *np.shape(rate))
+    return high, low
 
 
 NEEDS = {
@@ -82,6 +87,10 @@ class Sampling:
     def expected(self, clients: int) -> float:
         """Return the mean number of participants."""
         raise NotImplementedError
+
+    def drawn(self, clients: int) -> float:
+        """Return the mean number of drawn clients, of whom some may drop out (`Dropouts`)."""
+        return self.expected(clients)
 
     def usual(self, clients: int) -> float:
         """Return a number of participants that is rarely exceeded."""

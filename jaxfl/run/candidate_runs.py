@@ -17,6 +17,7 @@ from jaxfl.engine.chunk import out_of_memory
 from jaxfl.engine.evaluate import summarize
 from jaxfl.engine.program import Points, over_points
 from jaxfl.privacy.accounting import calibrate
+from jaxfl.privacy.dropouts import with_dropouts
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.run.candidates import Candidate, is_json_value, texts_of
 from jaxfl.run.check import check_algorithm, check_evaluation, check_mechanism
@@ -170,10 +171,11 @@ class CandidateRuns:
                 f"multiplier, got {show(self.method.points)} with different epsilons. Give a "
                 "candidate for each value that changes epsilon, such as each sampling rate."
             )
+        availability = self.options.get("availability", 1.0)
         return {
             "clients": clients,
             "rounds": self.rounds,
-            "mechanism": self.algorithm.mechanism,
+            "mechanism": with_dropouts(self.algorithm.mechanism, availability),
             "stateful": any(self.states(clients, index) for index in range(self.method.num_points)),
             "delta": delta,
         }

@@ -199,12 +199,7 @@ def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> Tree
         )
     key = jax.eval_shape(lambda: key_of(0))
     params = _check_model(algorithm.model, clients, key)
-    server, states = _started(algorithm, clients, key)
-    noise = None
-    if algorithm.dp_sgd is not None:
-        noise = StepNoise(jax.ShapeDtypeStruct((), jnp.float32), key)
-    client = _of_one(states)
-    data = _data_of_one(clients, noise)
+    _, server, client, data = given_to_client(algorithm, clients)
 
     with restarted() as schedules:
         returned = _trace("client_update", algorithm.client_update, key, server, client, data)
@@ -308,6 +303,16 @@ def _started(algorithm: Algorithm, clients: Clients, key: Any) -> tuple[Tree, Tr
                 f"[{clients.num_clients}, ...], got {leaf.shape}. Give each client a row."
             )
     return server, states
+
+
+def given_to_client(algorithm: Algorithm, clients: Clients) -> tuple[Any, Tree, Tree, ClientData]:
+    """Return the shapes of the arguments of `client_update`: key, server, client and data."""
+    key = jax.eval_shape(lambda: key_of(0))
+    server, states = _started(algorithm, clients, key)
+    noise = None
+    if algorithm.dp_sgd is not None:
+        noise = StepNoise(jax.ShapeDtypeStruct((), jnp.float32), key)
+    return key, server, _of_one(states), _data_of_one(clients, noise)
 
 
 def _of_one(tree: Tree) -> Tree:

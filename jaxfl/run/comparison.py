@@ -43,7 +43,8 @@ class Comparison(NamedTuple):
     - `method`, `epsilon` (the target, infinite without noise), `seed`, and `chosen` (the point).
     - `stated`: The privacy statement's epsilon for the observer of sums. It is 0 for methods that
       send nothing, and None if it is not finite.
-    - The last row of the run's metrics.
+    - The last row of the run's metrics, with `bytes_up` and `bytes_down`: what one participant
+      sends and receives in one round.
     - `unseen`: The headline metric of the clients who took no part, if there were any.
     - `dropped`: The share of the updates that were not finite, if there were any.
     - `run`: The run's folder, if it has one.
@@ -267,7 +268,9 @@ class Comparison(NamedTuple):
         mean, std = self.mean(method, epsilon, column)
         if math.isnan(mean):
             return notes or "–"
-        text = f"{mean:.3f}" if math.isnan(std) else f"{mean:.3f} ± {std:.3f}"
+        # Bytes are large, and have no decimals.
+        digits = ",.0f" if mean >= 1000 else ".3f"
+        text = f"{mean:{digits}}" if math.isnan(std) else f"{mean:{digits}} ± {std:{digits}}"
         return f"{text} ({notes})" if notes else text
 
 

@@ -17,6 +17,7 @@ from jaxfl.engine.streamed import Stream
 from jaxfl.run import report, signals
 from jaxfl.run.central import Central
 from jaxfl.run.checkpoint import Checkpoints
+from jaxfl.run.costs import traffic_by_point
 from jaxfl.run.followers import Bar, Callbacks, Health, Saver
 from jaxfl.run.health import Watch
 from jaxfl.run.lock import Lock
@@ -59,7 +60,13 @@ def _finish(loop: Loop, callbacks: Sequence[Callback], shown: bool) -> list[Resu
     """Run a loop to its end, and write the reports even if an error stops the loop."""
     plan = loop.plan
     settings = plan.settings
-    watch = Watch(plan.name, plan.clients, plan.algorithms, public=settings.report == "public")
+    watch = Watch(
+        plan.name,
+        plan.clients,
+        plan.algorithms,
+        public=settings.report == "public",
+        central=settings.central is not None,
+    )
     bar = report.progress_bar(plan.name, settings.rounds, shown and not loop.finished, loop.done)
     try:
         with bar as update, signals.deferred() as asked:
@@ -160,6 +167,7 @@ def _journals(
     # All points have the same shapes of records.
     record = engine.record()
     facts = settings.streams.describe(plan.key) | {"stateful": engine.stateful}
+    traffic = traffic_by_point(plan.algorithms, plan.clients)
     return [
         Journal(
             algorithm,
@@ -172,8 +180,9 @@ def _journals(
             pictures=len(plan.algorithms) <= _PICTURES,
             central=settings.central is not None,
             best=settings.keep == "best",
+            traffic={"bytes_up": sent.up, "bytes_down": sent.down},
         )
-        for algorithm, folder in zip(plan.algorithms, folders, strict=True)
+        for algorithm, folder, sent in zip(plan.algorithms, folders, traffic, strict=True)
     ]
 
 

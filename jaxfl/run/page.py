@@ -162,6 +162,7 @@ def _collect_comparison(folder: pathlib.Path) -> dict[str, Any]:
         results.append([*cell, first_seed["stated"], *found.mean(*cell)])
         if found.unseen:
             results[-1] += found.mean(*cell, "unseen")
+        results[-1] += [first_seed.get(name) for name in ("bytes_up", "bytes_down")]
         notes += [f"{_cell_name(*cell)}: {note}." for note in found.notes(*cell)]
         statements.append((_cell_name(*cell), _statement_of(first_seed, folder)))
     missing = []

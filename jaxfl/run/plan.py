@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
+import numpy as np
 from jax import Array
-from jaxtyping import Key
+from jaxtyping import Float, Key
 
 from jaxfl.backend import of_devices
 from jaxfl.data.load import Dataset
@@ -15,6 +16,8 @@ from jaxfl.engine.interface import Engine
 from jaxfl.engine.memo import described, first_made, key_of_arrays, key_of_method, remembered
 from jaxfl.engine.program import Points
 from jaxfl.privacy.audit import Canaries, check_audit
+from jaxfl.privacy.dropouts import with_dropouts
+from jaxfl.privacy.mechanisms import Skellam
 from jaxfl.run import fingerprint
 from jaxfl.run.check import check_algorithm, check_mechanism
 from jaxfl.run.randomness import Streams
@@ -38,6 +41,7 @@ class Settings(NamedTuple):
     resume: Literal["auto", "never"] = "auto"
     progress: bool = True
     audit: Canaries | None = None
+    availability: float | Float[np.ndarray, "C"] = 1.0
     central: Dataset | None = None
     keep: Literal["last", "best"] = "last"
 
@@ -154,6 +158,8 @@ def make_plan(
     Raises:
         ValueError: A method does not fit the clients (see `check_algorithm`).
     """
+    drops = functools.partial(_with_dropouts, settings=settings)
+    algorithms, points = _changed(drops, algorithms, points)
     # JAX knows the functions of a method that was built from equal arguments before.
     first = first_made(algorithms[0])
     others = algorithms[1:]
@@ -163,20 +169,46 @@ def make_plan(
         check_mechanism(other, clients, update)
     algorithms = (first, *others)
     if settings.audit is not None:
-        algorithms, points = _with_canaries(algorithms, points, settings.audit)
+        canaries = functools.partial(_with_canaries, canaries=settings.audit)
+        algorithms, points = _changed(canaries, algorithms, points)
     return RunPlan(name, key, algorithms, points, clients, settings, update)
 
 
-def _with_canaries(
-    algorithms: Sequence[Algorithm], points: Points | None, canaries: Canaries
+def _changed(
+    change: Callable[[Algorithm], Algorithm], algorithms: Sequence[Algorithm], points: Points | None
 ) -> tuple[tuple[Algorithm, ...], Points | None]:
-    """Return the methods, and the points that build them, with canaries."""
-    for algorithm in algorithms:
-        check_audit(algorithm.mechanism)
-    if points is not None:
+    """Return the changed methods, and points that build the changed methods."""
+    changed = tuple(map(change, algorithms))
+    # A method that needs no change keeps its builder, and with it the traces of earlier runs.
+    same = all(new is old for new, old in zip(changed, algorithms, strict=True))
+    if points is not None and not same:
         build = points.build
-        points = points._replace(build=lambda **values: build(**values)._replace(audit=canaries))
-    return tuple(algorithm._replace(audit=canaries) for algorithm in algorithms), points
+        points = points._replace(build=lambda **values: change(build(**values)))
+    return changed, points
+
+
+def _with_canaries(algorithm: Algorithm, canaries: Canaries) -> Algorithm:
+    """Return the method with canaries."""
+    check_audit(algorithm.mechanism)
+    return algorithm._replace(audit=canaries)
+
+
+def _with_dropouts(algorithm: Algorithm, settings: Settings) -> Algorithm:
+    """Return the method with clients that drop out, or the method itself if none does.
+
+    Raises:
+        ValueError: The report is that of the plan, whose epsilon dropouts can exceed.
+    """
+    mechanism = with_dropouts(algorithm.mechanism, settings.availability)
+    if mechanism is algorithm.mechanism:
+        return algorithm
+    if isinstance(mechanism, Skellam) and settings.report == "public":
+        raise ValueError(
+            "report must be 'full' for Skellam with availability below 1, because its epsilon "
+            f"follows from how many clients returned in each round, got {settings.report!r}. "
+            "Leave it out, or set availability=1."
+        )
+    return algorithm._replace(mechanism=mechanism)
 
 
 def _facts_of_method(prefix: str, algorithm: Algorithm) -> fingerprint.Facts:

@@ -324,6 +324,43 @@ def _by_noise(found: Mapping[str, Mapping[float, Any]]) -> tuple[list[str], list
     return [name for name in found if name not in noisy], noisy
 
 
+def against_costs(found: Mapping[str, Sequence[MetricsRow]], metric: str) -> Figure:
+    """Return a figure of a metric against megabytes, and against hours if the rows have them.
+
+    Args:
+        found: Rows of `jaxfl.deployment_cost`, by method.
+        metric: Name of the metric.
+    """
+    styles = looks(found)
+    bytes_of = {
+        name: column(rows, "total_up") + column(rows, "total_down") for name, rows in found.items()
+    }
+    panels = {"megabytes of all clients": {name: own / 1e6 for name, own in bytes_of.items()}}
+    if all("hours" in row for rows in found.values() for row in rows):
+        panels["hours"] = {name: column(rows, "hours") for name, rows in found.items()}
+    with style():
+        figure = new_figure(SINGLE * len(panels) + 0.8, 2.6)
+        row = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        for axes, (label, costs) in zip(row, panels.items(), strict=True):
+            for name, rows in found.items():
+                axes.plot(costs[name], column(rows, metric), label=name, **styles[name])
+            axes.set(xlabel=label, xscale="log")
+            _label_decades(axes)
+        row[0].set_ylabel(f"test {metric}")
+        legend_beside(row[-1])
+    return figure
+
+
+def _label_decades(axes: Axes) -> None:
+    """Label 1, 2 and 5 of each decade of a logarithmic axis, in digits."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    # The default labels are formulas, which `_STYLE` shows as texts.
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
 def by_round(
     axes: Axes, rounds: Sequence[int | float], values: np.ndarray, label: str, look: Look
 ) -> None:

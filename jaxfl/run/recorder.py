@@ -41,9 +41,10 @@ from jaxfl.types import Algorithm, Clients, Ledger, Tree
 class Result(NamedTuple):
     """Result of a run.
 
-    `metrics` has one row per evaluation. `scores` has each client's scores at the last evaluation,
-    and `history` at all evaluations. `states` [C, ...] are on the host. With several processes they
-    stay on the devices, and include padding rows.
+    `metrics` has one row per evaluation. `bytes_up` and `bytes_down` are the bytes that one
+    participant sends and receives in one round (see `jaxfl.traffic`). `scores` has each client's
+    scores at the last evaluation, and `history` at all evaluations. `states` [C, ...] are on the
+    host. With several processes they stay on the devices, and include padding rows.
     """
 
     server: Tree
@@ -191,6 +192,7 @@ class Journal:
         pictures: Whether the reports have curves.
         central: Whether the global model is scored on a central test set.
         best: Whether the best round is chosen by test scores.
+        traffic: Columns of all rows about the bytes of a participant.
     """
 
     def __init__(
@@ -206,6 +208,7 @@ class Journal:
         pictures: bool = True,
         central: bool = False,
         best: bool = False,
+        traffic: Mapping[str, int] | None = None,
     ) -> None:
         self.algorithm = algorithm
         self.plan = plan
@@ -214,6 +217,7 @@ class Journal:
         self.pictures = pictures
         self.central = central
         self.best = best
+        self.traffic = dict(traffic or {})
         self.clients = clients
         self.num_clients = clients.num_clients
         self.test_size = np.asarray(clients.test_size)
@@ -393,7 +397,7 @@ class Journal:
         if not self.public:
             since = slice(self.evaluations[index - 1] if index else 0, done)
             row |= _means(jax.tree.map(lambda leaf: leaf[since], self.recorded.records))
-        return row | self.epsilons(self._accounted(done))
+        return row | self.epsilons(self._accounted(done)) | self.traffic
 
     def epsilons(self, ledger: Ledger) -> dict[str, float]:
         """Return the columns of the privacy cost of some rounds (see `report.COLUMNS`)."""

@@ -64,8 +64,10 @@ COLUMNS = {
     "epsilon_example": (
         "one example's epsilon so far, by private local steps, against either observer"
     ),
+    "bytes_up": "bytes that a participant sends in a round",
+    "bytes_down": "bytes that a participant receives in a round",
 }
-"""Columns of `metrics` with the privacy cost so far, each by the privacy statement's bounds."""
+"""Columns of `metrics` with costs: epsilons so far by the statement's bounds, and bytes."""
 
 
 def shown_epsilon(rows: Sequence[Mapping[str, float | int]]) -> str:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Key
+from jaxtyping import Float, Key
 
 from jaxfl._validate import (
     check_count,
@@ -27,6 +27,7 @@ from jaxfl.data.clients import check_data
 from jaxfl.data.load import Dataset
 from jaxfl.engine.program import Points, over_points
 from jaxfl.privacy.audit import Canaries
+from jaxfl.privacy.dropouts import check_availability
 from jaxfl.run.check import (
     check_chunk,
     check_clients,
@@ -44,6 +45,7 @@ from jaxfl.types import Algorithm, Clients
 
 CHECKS = {
     "clients": check_clients,
+    "availability": check_availability,
     "chunk": check_chunk,
     "devices": check_devices,
     "folder": check_path,
@@ -81,6 +83,11 @@ class RunOptions(TypedDict, total=False):
         audit: Canaries that take part with the clients. An attacker's success on them bounds
             epsilon from below, in the statement and in audit.npz (see `jaxfl.privacy.audit`, which
             needs the extra `[audit]`). Canaries disturb the model.
+        availability: Probability with which a drawn client returns its update, or one for each
+            client `[C]`. A client that drops out leaves the round as it found it, and its state
+            too. Epsilon stays that of the drawn clients, or is larger where clients add noise (see
+            `jaxfl.privacy.Dropouts`, which a method that reads its sampler takes instead, such as
+            `scaffold`). A method that sends nothing is unaffected.
     """
 
     eval_every: int | None
@@ -91,6 +98,7 @@ class RunOptions(TypedDict, total=False):
     resume: Literal["auto", "never"]
     progress: bool
     audit: Canaries | None
+    availability: float | Float[np.ndarray, "C"]
 
 
 @under_own_flags

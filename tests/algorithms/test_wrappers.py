@@ -78,6 +78,22 @@ def test_clients_start_from_old_broadcasts_and_count_less():
     )
 
 
+def test_a_client_has_its_own_staleness():
+    """As above, but each client's age is given, so that the mean is known without a draw."""
+    counting = fedavg(MODEL, mechanism=Mechanism(clip=1e6))._replace(
+        init=lambda key, number: (jnp.zeros(2), ()),
+        client_update=lambda key, server, client, data: (Message(server), client, {}),
+        server_update=lambda server, aggregate: jnp.stack([server[0] + 1, aggregate[0]]),
+    )
+    ages = np.arange(len(SIZES)) % 4
+    server = rounds_of(fedbuff(counting, staleness=ages), 20)
+    expected = np.mean((19 - ages) / np.sqrt(1 + ages))
+    assert server.current[1] == pytest.approx(expected, rel=1e-5)
+    assert len(server.known) == 4
+    with pytest.raises(ValueError, match="staleness must be one number, or one for each of 11"):
+        simulate(KEY, fedbuff(counting, staleness=ages[:3]), small_clients(), **RUN)
+
+
 @pytest.mark.slow
 def test_an_update_from_an_old_model_is_the_methods_own():
     method = dp_fedavg(

@@ -40,10 +40,16 @@ def cohorts(sampling, clients: int) -> dict[tuple[int, ...], float]:
     return found
 
 
-def spent(m: Mechanism, updates: list[np.ndarray], value: float, attacker: int | None) -> float:
+def spent(
+    m: Mechanism,
+    updates: list[np.ndarray],
+    value: float,
+    attacker: int | None,
+    available: np.ndarray | int = 1,
+) -> float:
     """The larger delta at an epsilon of what two lists of updates show: sums, with the divisor where it varies.
 
-    An attacker knows whether it took part, and takes its own noise off.
+    An attacker knows whether it took part, and takes its own noise off. Drawn clients who are not available add nothing.
     """
     weights, noise = m.weight_table[0], m.client_noise_table[0]
     clients = len(updates[0])
@@ -57,7 +63,7 @@ def spent(m: Mechanism, updates: list[np.ndarray], value: float, attacker: int |
     )
     seen: dict[Any, np.ndarray] = {}
     for coins, probability in cohorts(m.sampling, clients).items():
-        took = np.array(coins)
+        took = np.array(coins) * available
         variance = max(floor, (took * shares).sum())
         known: tuple = (round(float(took @ weights), 9),) if m.denominator == "participants" else ()
         if attacker is not None:

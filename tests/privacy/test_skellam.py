@@ -19,6 +19,7 @@ from test_mechanisms import sends
 
 from jaxfl import simulate, sweep
 from jaxfl.privacy import (
+    Dropouts,
     FixedSize,
     Full,
     MinSeparation,
@@ -265,7 +266,7 @@ def test_the_modulus_must_hold_the_largest_sum():
 
 
 def test_a_fifth_that_drops_out_has_the_epsilon_that_is_true():
-    margin = Skellam(**BASE, sampling=Full(), dropout=0.2, lost=0.2)
+    margin = Skellam(**BASE, sampling=Dropouts(Full(), 0.8), dropout=0.2)
     update = lambda i: jnp.zeros(2000)  # noqa: E731
     aggregates, _, records = sends(update, margin, rounds=6)
     ledger = jax.tree.map(np.asarray, records.ledger)
@@ -274,7 +275,7 @@ def test_a_fifth_that_drops_out_has_the_epsilon_that_is_true():
     assert 4 < shares.mean() < len(SIZES)
     # 11 clients less a fifth are 8.8, so 9 shares have the noise of two clip bounds.
     assert margin.least_shares(len(SIZES)) == 9
-    for noise, count in zip(aggregates * len(SIZES), shares):
+    for noise, count in zip(aggregates * 0.8 * len(SIZES), shares):
         expected = 2.0 * 0.5 * math.sqrt(count / 9)
         assert noise.std() == pytest.approx(expected, rel=4 / math.sqrt(2 * noise.size))
     true = epsilon(ledger, margin).value
@@ -289,12 +290,13 @@ def test_a_fifth_that_drops_out_has_the_epsilon_that_is_true():
 
 
 def test_a_statement_says_how_many_shares_there_were():
-    mechanism = Skellam(**BASE, sampling=FixedSize(10), dropout=0.2, lost=0.1)
+    mechanism = Skellam(**BASE, sampling=Dropouts(FixedSize(10), 0.9), dropout=0.2)
     statement = privacy_statement(planned_ledger(mechanism, 50, 3), mechanism, 50)
     text = " ".join(statement["details"])
     assert "8 shares have the noise multiplier; rounds had 8 to 8 shares" in text
     assert "modulo 2^32" in text
-    assert "lost with probability 0.1" in text
+    assert statement["sampling"]["availability"] == "of whom 90% return"
+    assert any("arrives depends neither on data" in line for line in statement["assumed"])
     assert any(line.startswith("clients are honest") for line in statement["assumed"])
 
 

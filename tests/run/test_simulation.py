@@ -159,7 +159,7 @@ def test_clients_without_tests_are_fine(tmp_path, caplog):
 
 def test_a_public_report_holds_scores_and_epsilon_alone(tmp_path):
     names = {"round", "accuracy", "accuracy_std", "accuracy_worst10", "accuracy_examples", "loss"}
-    names |= {"epsilon", "epsilon_rdp"}
+    names |= {"epsilon", "epsilon_rdp", "bytes_up", "bytes_down"}
     alone = quiet(
         ALGORITHMS["fedprox"](), small_clients(), folder=tmp_path / "alone", report="public"
     )

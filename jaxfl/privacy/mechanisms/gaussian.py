@@ -445,6 +445,16 @@ class Mechanism:
         return traced(self.client_noise) or bool(np.any(np.asarray(self.client_noise)))
 
     @property
+    def coordinate_bits(self) -> int:
+        """Bits of a coordinate that a client sends, in single precision or on a grid."""
+        return 32
+
+    @property
+    def sparse(self) -> bool:
+        """Whether a client's contribution is 0 wherever its update is."""
+        return not self.clients_noisy
+
+    @property
     def noise_multiplier_table(self) -> Float[np.ndarray | Array, "T"]:
         """Noise multiplier z by round, or one entry if it is constant."""
         return _in_double(self.noise_multiplier).reshape(-1)

@@ -47,6 +47,11 @@ class PrivateMask(Mechanism):
         made = super().contribute(key, memory, client, sent._replace(extra=None), norm)
         return made._replace(update=keep(sent.extra, made.update))
 
+    @property
+    def sparse(self) -> bool:
+        """True, because the noise is on the mask alone."""
+        return True
+
     def view(
         self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False
     ) -> View:

@@ -15,7 +15,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh
 from jaxtyping import Float, Int, Key, UInt32
 
-from jaxfl._validate import check_count, check_fraction, checked, nonzero, show, traced
+from jaxfl._validate import check_count, check_fraction, checked, show, traced
 from jaxfl.privacy.mechanisms.gaussian import (
     FIELDS,
     Cohort,
@@ -26,7 +26,6 @@ from jaxfl.privacy.mechanisms.gaussian import (
 )
 from jaxfl.privacy.noise import (
     CLIENT_NOISE,
-    DROPOUT,
     STEPS,
     derive,
     draw_skellam,
@@ -35,7 +34,6 @@ from jaxfl.privacy.noise import (
 )
 from jaxfl.privacy.observers import Observer, SumNoise, View, one_gaussian, upload_view
 from jaxfl.privacy.representation import Shared, SharedGrid, wrapped
-from jaxfl.privacy.sampling import coins
 from jaxfl.types import Ledger, Message, Number, Tree
 
 _ROUNDED = 1e-6
@@ -61,7 +59,6 @@ class Shares(NamedTuple):
     steps=functools.partial(check_count, most=STEPS),
     bits=functools.partial(check_count, least=8, most=32),
     dropout=_share_below_1,
-    lost=_share_below_1,
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Skellam(Mechanism):
@@ -90,10 +87,8 @@ class Skellam(Mechanism):
             and need more bits.
         bits: b, from 8 to 32. The modulus of sums is 2^b.
         dropout: Largest share of a mean cohort that may drop out without costing more than the
-            planned epsilon. n is the mean cohort times (1 - dropout), rounded up. Shares have that
-            much more noise.
-        lost: Probability with which a participant of the simulation drops out of a round, and sends
-            nothing.
+            planned epsilon. n is the mean number of drawn clients times (1 - dropout), rounded up.
+            Shares have that much more noise. `Dropouts` lets clients of the simulation drop out.
 
     Guarantee: Client-level privacy under zero-out adjacency, by Rényi divergences
         (`jaxfl.privacy.accountants`). Each :math:`x_i` is shortened until its norm, summed in
@@ -101,12 +96,12 @@ class Skellam(Mechanism):
         :math:`s / z_t`, and the L1 sensitivity at most its square, because a whole number is at
         most its square. A plan counts on n shares in each round. A run counts the shares of each
         round, which the ledger notes, and its epsilon is larger than planned if more clients drop
-        out. Dropping out must not depend on data. No theorem here amplifies the epsilon by
-        sampling, because clients who do not take part add no share. Every client therefore counts
-        as taking part in each round that the sampler allows it, of which `MinSeparation` leaves
-        few. The modulus, the steps and the denominator are post-processing. `init` requires that a
-        coordinate of a sum wraps with a probability of at most 1e-9, whatever the updates are, and
-        the statement has the bound.
+        out. Dropping out must not depend on data (see `Dropouts`). No theorem here amplifies the
+        epsilon by sampling, because clients who do not take part add no share. Every client
+        therefore counts as taking part in each round that the sampler allows it, of which
+        `MinSeparation` leaves few. The modulus, the steps and the denominator are post-processing.
+        `init` requires that a coordinate of a sum wraps with a probability of at most 1e-9,
+        whatever the updates are, and the statement has the bound.
     Deviations from the paper: Updates are not rotated, and are rounded to the nearest step.
     Source: Agarwal, Kairouz, Liu, The Skellam Mechanism for Differentially Private Federated
         Learning, NeurIPS 2021 (arXiv:2110.04995).
@@ -116,7 +111,6 @@ class Skellam(Mechanism):
     steps: int = 4096
     bits: int = 32
     dropout: Number = 0.0
-    lost: Number = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -142,7 +136,7 @@ class Skellam(Mechanism):
         Args:
             clients: Number of clients.
         """
-        expected = self.sampling.expected(clients)
+        expected = self.sampling.drawn(clients)
         if traced(expected) or traced(self.dropout):
             raise ValueError(
                 "sampling and dropout must be the same for all points of a sweep with Skellam, "
@@ -163,14 +157,12 @@ class Skellam(Mechanism):
     def draw(
         self, key: Key[Array, "*S"], memory: Shares, index: Int[Array, ""], clients: int
     ) -> Cohort:
-        """Draw those participants who do not drop out, and note their number."""
+        """Draw the participants, and note their number."""
         drawn = super().draw(key, memory, index, clients)
-        stay = coins(derive(key, index, DROPOUT), clients, 1 - self.lost)
-        sampled = drawn.sampled & stay
         noise = drawn.numbers.noise_multiplier / math.sqrt(self.least_shares(clients))
         numbers = drawn.numbers._replace(client_noise=noise.reshape(1))
-        shares = jnp.sum(sampled.astype(jnp.float32))
-        return drawn._replace(sampled=sampled, numbers=numbers, notes={"shares": shares})
+        shares = jnp.sum(drawn.sampled.astype(jnp.float32))
+        return drawn._replace(numbers=numbers, notes={"shares": shares})
 
     def contribute(
         self,
@@ -262,16 +254,17 @@ class Skellam(Mechanism):
             f"are taken modulo 2^{self.bits}, so that a coordinate wraps with a probability of at "
             f"most {wraps:.1g}",
         ]
-        if self.lost:
-            lines.append(
-                f"simulated dropouts: a participant is lost with probability {self.lost:g}"
-            )
         return lines
 
     @property
     def representation(self) -> SharedGrid:
         """Whole steps, to which clients add their shares."""
         return SharedGrid(self.noise_multiplier, self.steps)
+
+    @property
+    def coordinate_bits(self) -> int:
+        """Bits of the modulus."""
+        return self.bits
 
     @property
     def server_noisy(self) -> bool:
@@ -282,11 +275,6 @@ class Skellam(Mechanism):
     def clients_noisy(self) -> bool:
         """True, because clients add all noise."""
         return True
-
-    @property
-    def fixed_cohort(self) -> bool:
-        """Whether every round has as many shares as any other."""
-        return super().fixed_cohort and not nonzero(self.lost)
 
     def _check_modulus(self, clients: int) -> None:
         """Require a modulus within which a sum of longest updates lies, but for rare noise."""

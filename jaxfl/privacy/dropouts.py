@@ -1,0 +1,158 @@
+"""Clients that drop out: they are drawn, and their updates never arrive."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Float, Int, Key
+
+from jaxfl._validate import check_numbers, checked, show
+from jaxfl.privacy.mechanisms import Mechanism
+from jaxfl.privacy.noise import DROPOUT, derive
+from jaxfl.privacy.observers import SumNoise, View
+from jaxfl.privacy.sampling import Sampling, coins
+
+
+def check_availability(name: str, value: Any) -> float | Float[np.ndarray, "C"]:
+    """Require one probability above 0 for all clients, or one for each client."""
+    array = check_numbers(name, value, axes=(0, 1))
+    if np.max(array) > 1:
+        raise ValueError(
+            f"{name} must be at most 1, because it is a probability, got {show(value)}. "
+            "Give for instance 0.8."
+        )
+    return array if array.ndim else float(array)
+
+
+@checked(availability=check_availability)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Dropouts(Sampling):
+    r"""Sampling of clients of whom some drop out: their updates of the round never arrive.
+
+    Client i, once the inner sampler has drawn it, returns its update with probability
+    :math:`a_i`, independently in each round. The expected cohort, and with it the denominator, is
+    that of the returned updates. A mean over clients of equal availability is therefore unbiased.
+
+    Args:
+        sampling: Rule that draws the clients of each round.
+        availability: :math:`a`, a probability above 0, or one for each client `[C]`.
+
+    Guarantee: The epsilon counts every drawn client as one that returns, so that it is an upper
+        bound. Fix who is available in which round, which must depend neither on data nor on the
+        draws. In a round without it, a client adds nothing. The sums are then those of the inner
+        sampler after post-processing: the client's part is replaced by zero, as in the neighbouring
+        run. The noise must not depend on who returns. The server's noise does not. If clients add
+        noise, each client counts on the server's floor and on its own noise, because all others may
+        drop out, and nothing is amplified. `Skellam` counts the shares that each round had.
+    """
+
+    sampling: Sampling
+    availability: float | Float[np.ndarray, "C"]
+
+    def expected(self, clients: int) -> float:
+        """Return the mean number of clients whose updates arrive."""
+        given = np.size(self.availability)
+        if given not in (1, clients):
+            raise ValueError(
+                f"availability must have one probability, or one for each of {clients} clients, "
+                f"got {given}. Give one for each client."
+            )
+        return self.sampling.expected(clients) * self.mean
+
+    def drawn(self, clients: int) -> float:
+        """Return the mean number of drawn clients, with those who drop out."""
+        return self.sampling.drawn(clients)
+
+    @property
+    def mean(self) -> float:
+        """Mean availability of the clients."""
+        return float(np.mean(self.availability))
+
+    def usual(self, clients: int) -> float:
+        """Return a number of drawn clients that is rarely exceeded."""
+        return self.sampling.usual(clients)
+
+    def most(self, clients: int) -> int:
+        """Return the largest number of drawn clients."""
+        return self.sampling.most(clients)
+
+    @property
+    def fixed(self) -> bool:
+        """False, because cohorts vary in size."""
+        return False
+
+    @property
+    def period(self) -> int:
+        """Period of the inner sampler. Clients drop out anew in each of its rounds."""
+        return self.sampling.period
+
+    def sample(
+        self, key: Key[Array, "*S"], clients: int, index: Int[Array, ""] | int
+    ) -> Bool[Array, "C"]:
+        """Draw the clients whose updates arrive."""
+        drawn = self.sampling.sample(key, clients, index)
+        # The rounds of a period share their key.
+        return drawn & coins(derive(key, DROPOUT, index), clients, self.availability)
+
+    def possible(self, clients: int, rounds: int) -> Bool[np.ndarray, "T C"]:
+        """Return who can be drawn, by round."""
+        return self.sampling.possible(clients, rounds)
+
+    @property
+    def gap(self) -> int:
+        """Gap of the inner sampler."""
+        return self.sampling.gap
+
+    def turns(self, clients: int, rounds: int) -> Bool[Any, "T C"]:
+        """Return the turns of the inner sampler."""
+        return self.sampling.turns(clients, rounds)
+
+    def sample_canaries(
+        self, key: Key[Array, ""], clients: int, count: int, index: Int[Array, ""] | int
+    ) -> tuple[Bool[Array, "K"], Float[Array, "#K"]]:
+        """Draw canaries who never drop out, and are therefore the most exposed."""
+        return self.sampling.sample_canaries(key, clients, count, index)
+
+    def view(self, noise: SumNoise) -> View:
+        """Return the inner sampler's view, in which no client counts on the noise of another."""
+        if not noise.clients_add.any():
+            return self.sampling.view(noise)
+        alone = noise._replace(
+            above=np.maximum(noise.above, noise.clients_add),
+            clients_add=np.zeros_like(noise.clients_add),
+            hides_cohort=False,
+        )
+        return self.sampling.view(alone)._replace(
+            amplified=None,
+            theorem=f"Gaussian, {noise.adjacency}, of the server's noise or the client's own, "
+            "because others may drop out",
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Return the inner sampler's entry, and the share of clients who return."""
+        share = f"{100 * self.mean:.4g}%"
+        return {**self.sampling.describe(), "availability": f"of whom {share} return"}
+
+    def needs(self, stateful: bool = False) -> tuple[str, ...]:
+        """Return what the inner sampler needs."""
+        return self.sampling.needs(stateful)
+
+    def assumed(self, stateful: bool) -> list[str]:
+        """Return that dropping out depends on nothing private, in addition to other assumptions."""
+        return [
+            *self.sampling.assumed(stateful),
+            "whether a drawn client's update arrives depends neither on data nor on the draw, and "
+            "an update that does not arrive is seen by nobody; epsilon counts every drawn client "
+            "as one that returns, and is an upper bound",
+        ]
+
+
+def with_dropouts(mechanism: Mechanism, availability: float | np.ndarray) -> Mechanism:
+    """Return a mechanism whose clients drop out.
+
+    The mechanism stays as it is if all clients return, or if they send nothing.
+    """
+    if np.all(np.asarray(availability) == 1) or not mechanism.communicates:
+        return mechanism
+    return dataclasses.replace(mechanism, sampling=Dropouts(mechanism.sampling, availability))

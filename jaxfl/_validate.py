@@ -201,10 +201,11 @@ def check_arrays(name: str, value: Any) -> list[np.ndarray]:
     array = isinstance(value, np.ndarray | jax.Array) and value.ndim > 0
     if array or (isinstance(value, Sequence) and not isinstance(value, str | bytes)):
         return [check_array(f"{name}[{i}]", item) for i, item in enumerate(value)]
-    raise TypeError(
-        f"{name} must be a sequence of arrays, got {show(value)}. "
-        "Give a list with one array for each client."
-    )
+    remedy = "Give a list with one array for each client."
+    if isinstance(value, Mapping):
+        # A partition by clients' names, as JSON has it.
+        remedy = f"Give list({name}.values())."
+    raise TypeError(f"{name} must be a sequence of arrays, got {show(value)}. {remedy}")
 
 
 def check_numbers(

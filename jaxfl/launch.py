@@ -14,7 +14,6 @@ ends early, so do the others, and the same command resumes from the last checkpo
 import argparse
 import contextlib
 import hashlib
-import importlib.util
 import math
 import os
 import pathlib
@@ -31,6 +30,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import jax
@@ -51,6 +51,9 @@ _GRACE_SECONDS = 10.0
 
 _ONE_PRESS_SECONDS = 0.1
 """Seconds within which signals count as one, because a terminal and a wrapper may both send it."""
+
+_STOPPED = (-signal.SIGINT, 128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGKILL)
+"""Exit codes of a process that a signal to the launcher may have stopped."""
 
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 """Variable with the address at which process 0 listens."""
@@ -126,7 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
         "Start all processes again with the same command, so that each run resumes from its last "
         "checkpoint."
     )
-    if code and stops and code in (-signal.SIGINT, 128 + signal.SIGINT, -signal.SIGKILL):
+    if code and stops and code in _STOPPED:
         code = -stops[0].number
         print(f"\nstopped by {signal.Signals(-code).name}. {again}", file=sys.stderr)
     elif code:
@@ -149,7 +152,7 @@ def _wrong(options: argparse.Namespace) -> str | None:
     if options.file and not os.path.exists(options.file[0]):
         return f"file must exist, got {options.file[0]!r}. Give a file, or -m and a module."
     top = options.module and options.module[0].partition(".")[0]
-    if options.module and not (top and importlib.util.find_spec(top)):
+    if options.module and not (top and find_spec(top)):
         return (
             f"-m must name an installed module, got {options.module[0]!r}. "
             "Install it, or give another module."
@@ -182,13 +185,20 @@ def _devices() -> list[int] | None:
     chosen.
 
     Raises:
-        ValueError: No cluster is detected, or the node has GPUs that no task would use.
+        ValueError: No cluster is detected, or not the one that started this task, or the node has
+            GPUs that no task would use.
     """
     clusters = [
         kind
         for kind in ClusterEnv._cluster_types
         if not kind.opt_in_only_method and kind.is_env_present()
     ]
+    if _open_mpi_5() and not (clusters and clusters[0].name == "ompi" and find_spec("mpi4py")):
+        raise ValueError(
+            "coordinator must be given under Open MPI 5, unless JAX is at least 0.12 and has "
+            f"mpi4py, got none with JAX {jax.__version__}. Give --coordinator HOST:PORT, "
+            "--processes $OMPI_COMM_WORLD_SIZE and --process $OMPI_COMM_WORLD_RANK."
+        )
     if not clusters:
         raise ValueError(
             "processes must be given outside of a cluster, got none. Give --processes to start "
@@ -258,6 +268,15 @@ def _read_slurm() -> tuple[int, int]:
         nodes = int(os.environ.get("SLURM_STEP_NUM_NODES", "1"))
         by_node = [-(-int(os.environ["SLURM_NTASKS"]) // nodes)] * nodes
     return by_node[int(os.environ.get("SLURM_NODEID", "0"))], int(os.environ["SLURM_LOCALID"])
+
+
+def _open_mpi_5() -> bool:
+    """Return whether Open MPI 5 or newer started this task.
+
+    JAX would take such a task within a Slurm job for one that Slurm started.
+    """
+    # Older ones have the address of their daemon.
+    return "OMPI_COMM_WORLD_SIZE" in os.environ and "OMPI_MCA_orte_hnp_uri" not in os.environ
 
 
 def _open_mpi_task() -> tuple[int, int]:

@@ -161,6 +161,12 @@ def open_mpi(tasks, task):
     return uri | {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in world.items()}
 
 
+def open_mpi_5(tasks, task):
+    """Variables of Open MPI 5, which has no daemon of that name."""
+    variables = open_mpi(tasks, task) | {"OMPI_VERSION": "5.0.11"}
+    return {name: value for name, value in variables.items() if "orte" not in name}
+
+
 @pytest.fixture
 def cluster(monkeypatch):
     """Set a cluster's variables, and the GPUs that a task sees."""
@@ -266,6 +272,36 @@ def test_without_a_cluster_one_line_says_so(cluster, capsys):
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("allocation", "found"), [({}, None), (slurm(1, 0, nodes=2), None), (slurm(1, 0, nodes=2), 1)]
+)
+def test_open_mpi_5_needs_a_coordinator(allocation, found, cluster, capsys, monkeypatch):
+    """Within a job of Slurm, too, whose variables describe other tasks, and with mpi4py."""
+    types = [kind for kind in ClusterEnv._cluster_types if kind.name == "slurm"]
+    monkeypatch.setattr(ClusterEnv, "_cluster_types", types)
+    monkeypatch.setattr(launch, "find_spec", lambda name: found)
+    cluster(allocation | open_mpi_5(2, 1), FOUR)
+    with pytest.raises(SystemExit) as end:
+        launch.main([__file__])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert "coordinator must be given under Open MPI 5" in said
+    assert "--process $OMPI_COMM_WORLD_RANK" in said
+    assert said.count("\n") == 1
+
+
+def test_a_newer_jax_detects_open_mpi_5(cluster, monkeypatch):
+    class Detected:
+        name = "ompi"
+        opt_in_only_method = False
+        is_env_present = staticmethod(lambda: True)
+
+    monkeypatch.setattr(ClusterEnv, "_cluster_types", [Detected])
+    monkeypatch.setattr(launch, "find_spec", lambda name: name)
+    cluster(open_mpi_5(2, 1), FOUR)
+    assert launch._devices() == [2, 3]
+
+
 def test_a_process_joins_with_its_gpus(cluster, monkeypatch):
     cluster(slurm(2, 1), FOUR)
     started, joined = [], []
@@ -344,6 +380,18 @@ def test_signals_reach_processes_once_and_a_second_press_kills(times, sent):
     stops = [launch._Stop(at, signal.SIGTERM) for at in times]
     assert launch._wait({0: one, 1: other}, stops)[1] == -sent[-1]
     assert one.got == other.got == sent
+
+
+@pytest.mark.parametrize("code", [128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGKILL])
+def test_a_process_that_the_launchers_signal_stopped_did_not_fail(code, monkeypatch, capsys):
+    stops = contextlib.nullcontext([launch._Stop(0.0, signal.SIGTERM)])
+    monkeypatch.setattr(launch, "_stops", lambda: stops)
+    monkeypatch.setattr(launch, "_start", lambda *arguments: {})
+    monkeypatch.setattr(launch, "_wait", lambda *arguments: (0, code))
+    assert launch.main(["--processes", "2", __file__]) == 128 + signal.SIGTERM
+    said = capsys.readouterr().err
+    assert "stopped by SIGTERM. Start all processes again" in said
+    assert "ended with" not in said
 
 
 def test_signals_are_only_noted():

@@ -60,7 +60,13 @@ def _finish(loop: Loop, callbacks: Sequence[Callback], shown: bool) -> list[Resu
     """Run a loop to its end, and write the reports even if an error stops the loop."""
     plan = loop.plan
     settings = plan.settings
-    watch = Watch(plan.name, plan.clients, plan.algorithms, public=settings.report == "public")
+    watch = Watch(
+        plan.name,
+        plan.clients,
+        plan.algorithms,
+        public=settings.report == "public",
+        central=settings.central is not None,
+    )
     bar = report.progress_bar(plan.name, settings.rounds, shown and not loop.finished, loop.done)
     try:
         with bar as update, signals.deferred() as asked:

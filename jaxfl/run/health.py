@@ -45,15 +45,23 @@ class Watch:
         algorithms: The algorithm of each point.
         public: Whether messages leave out names and numbers of clients, because these follow from
             private data.
+        central: Whether the server scores the global model, so that clients need no test examples.
     """
 
     def __init__(
-        self, name: str, clients: Clients, algorithms: Sequence[Algorithm], *, public: bool = False
+        self,
+        name: str,
+        clients: Clients,
+        algorithms: Sequence[Algorithm],
+        *,
+        public: bool = False,
+        central: bool = False,
     ) -> None:
         self.name = name
         self.clients = clients
         self.algorithms = algorithms
         self.public = public
+        self.central = central
         self.warned: set[str] = set()
 
     def dropped(self, records: Sequence[Records], start: int, done: int) -> None:
@@ -80,7 +88,7 @@ class Watch:
     def scores(self, scores: Sequence[PerClient], done: int) -> None:
         """Warn if models have no finite scores after round `done`."""
         tested = np.asarray(self.clients.test_size) > 0
-        if not tested.any():
+        if not tested.any() and not self.central:
             self._warn("tests", "no client has a test example: scores are not known")
         lost = [tested & np.isnan(score["loss"]) for score in scores]
         mask = np.logical_or.reduce(lost)

@@ -3,25 +3,31 @@
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Signals whose handlers are replaced during a run."""
 
+_ONE_EVENT_SECONDS = 1.0
+"""Seconds within which a SIGINT and a SIGTERM count as one."""
+
 
 @contextlib.contextmanager
 def deferred() -> Iterator[Callable[[], int]]:
     """Record the first signal, and yield a function that returns its number.
 
-    The function returns 0 before the first signal. Each further signal interrupts. Handlers are
-    restored at the end, and a signal that is still pending then is sent again. Python handles
-    signals in its main thread, so nothing changes in other threads.
+    The function returns 0 before the first signal. Each further signal interrupts, except another
+    kind of signal within a second. Handlers are restored at the end, and a signal that is still
+    pending then is sent again. Python handles signals in its main thread, so nothing changes in
+    other threads.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: 0
         return
     asked = 0
+    since = 0.0
     previous = {number: signal.getsignal(number) for number in _SIGNALS}
 
     def restore() -> None:
@@ -31,11 +37,15 @@ def deferred() -> Iterator[Callable[[], int]]:
 
     def handler(number: int, frame: FrameType | None) -> None:
         # Another signal may come between any two lines, and a lock would then wait for itself.
-        nonlocal asked
-        if asked:
+        nonlocal asked, since
+        if not asked:
+            since = time.monotonic()
+            asked = number
+        # A cluster may send SIGTERM to the launcher and to this process. The launcher then sends
+        # SIGINT, which is no second request.
+        elif number == asked or time.monotonic() - since > _ONE_EVENT_SECONDS:
             restore()
             raise KeyboardInterrupt
-        asked = number
 
     try:
         for number in _SIGNALS:

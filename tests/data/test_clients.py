@@ -253,6 +253,13 @@ def test_masked_arrays_are_refused_wherever_examples_come_in(field):
         make_clients(tuple(data), [[0]], [[0]])
 
 
+def test_a_partition_by_name_is_an_error_that_makes_a_list_of_it():
+    lists: Any = {"0": [0], "1": [1, 2]}
+    with pytest.raises(TypeError, match=r"got \{.*Give list\(train_lists.values\(\)\)"):
+        make_clients(arrays(), lists)
+    assert make_clients(arrays(), [*lists.values()]).train_size.tolist() == [1, 2]
+
+
 def test_masked_rows_of_clients_are_refused():
     rows = np.ma.masked_equal(np.array([[0, 1], [2, 3]]), 3)
     both: Any = (rows, [*rows])

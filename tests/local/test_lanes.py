@@ -1,5 +1,7 @@
 """Loops of vectorised clients whose lengths differ."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,9 +43,16 @@ def test_all_lanes_share_the_index(function, shape):
     assert loop.outvars[0].aval.shape == shape
 
 
+def operations(function):
+    """Operations of a compiled program, without their places in the source."""
+    # Since JAX 0.12, the loop has the bound twice until XLA optimises it.
+    program = jax.jit(function).lower(2, 0.0).compile().as_text() or ""
+    return re.findall(r"^ +\S+ = .*?(?=, metadata=|$)", program, re.MULTILINE)
+
+
 def test_one_client_has_the_plain_program():
-    programs = [jax.jit(function).lower(2, 0.0).as_text() for function in (count, plain)]
-    assert programs[0] == programs[1]
+    assert operations(count) == operations(plain)
+    assert len(operations(plain)) > 5
 
 
 def test_lanes_of_lanes():

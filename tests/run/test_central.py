@@ -73,6 +73,13 @@ def test_a_run_that_was_stopped_has_the_same_scores_and_names_another_test_set(t
         simulate(1, private(), CLIENTS, central=other, folder=folder, **QUIET)
 
 
+def test_clients_without_tests_are_no_warning_where_the_server_has_some(caplog):
+    untested = CLIENTS._replace(test_size=np.zeros_like(CLIENTS.test_size))
+    result = simulate(1, private(), untested, central=DIGITS, **QUIET)
+    assert result.metrics[-1]["central_accuracy"] == pytest.approx(by_hand(result)[0])
+    assert not [record for record in caplog.records if "test example" in record.getMessage()]
+
+
 def test_public_reports_keep_the_score_because_the_examples_are_the_servers():
     result = simulate(1, private(), CLIENTS, central=DIGITS, report="public", **QUIET)
     assert result.metrics[-1]["central_accuracy"] == pytest.approx(by_hand(result)[0])

@@ -28,11 +28,28 @@ def test_the_first_signal_is_told_and_the_second_acts_at_once(number):
         signal.raise_signal(number)
         assert asked() == number
         with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
+
+
+@pytest.mark.parametrize(("first", "other"), [BOTH, BOTH[::-1]])
+def test_the_other_signal_is_a_second_request_only_after_a_second(first, other, monkeypatch):
+    """Slurm sends SIGTERM to a launcher and to its processes, and the launcher sends them SIGINT."""
+    now = 7.0
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now)
+    with signals.deferred() as asked:
+        signal.raise_signal(first)
+        now += 0.9
+        signal.raise_signal(other)
+        assert asked() == first
+        now += 0.2
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(other)
 
 
 def test_a_second_signal_anywhere_in_the_handler_or_at_the_end_neither_hangs_nor_is_lost():
     """Sent again at each instruction that Python runs on the first one's behalf, in one run after the other."""
+    # Python 3.12 traces instructions only if a frame has asked before `settrace`.
+    sys._getframe().f_trace_opcodes = True
     step, reached = 0, True
     while reached:
         left, reached = step, False

@@ -720,7 +720,7 @@ def auc_interval(
         Lower and upper limits.
 
     Raises:
-        ValueError: `level` is not in (0, 1).
+        ValueError: `level` is not in (0, 1), or a known area has no examples of a kind.
 
     References: Newcombe 2006, "Confidence intervals for an effect size measure based on the
         Mann-Whitney statistic. Part 2" (method 5).
@@ -731,6 +731,12 @@ def auc_interval(
     """
     if not 0 < level < 1:
         raise ValueError(f"level must be in (0, 1), got {level!r}. Give for instance 0.95.")
+    for name, counts in (("positive", positive), ("negative", negative)):
+        if np.any((np.asarray(counts) < 1) & ~np.isnan(auc)):
+            raise ValueError(
+                f"{name} must be at least 1 where an area is known, got {np.min(counts)}. "
+                "Give NaN as the area of a client without both kinds of examples."
+            )
     z = statistics.NormalDist().inv_cdf((1 + level) / 2)
     area, m, n = np.broadcast_arrays(
         *(np.asarray(x, np.float64) for x in (auc, positive, negative))

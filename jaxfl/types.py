@@ -252,14 +252,13 @@ class Model(NamedTuple):
 
 
 class Message(NamedTuple):
-    """The raw update of one client, neither clipped nor noised, and further input of its mechanism.
-
-    A `PrivacyFilter` reads from `extra` a number that the client releases, and a `PrivateMask` the
-    support of the update. Other mechanisms read nothing, and `extra` is None.
-    """
+    """Message of one client, as `client_update` returns it, without clipping and noise."""
 
     update: Tree
+    """The raw update."""
     extra: Tree = None
+    """The number that a client releases (`PrivacyFilter`), or the support of its update
+    (`PrivateMask`). None for other mechanisms."""
 
 
 class Terms(NamedTuple):
@@ -290,9 +289,26 @@ class Algorithm(NamedTuple):
     - `client_update(key, server, client, data) -> (message, client, info)` reads ONE client.
     - `server_update(server, aggregate) -> server` reads the aggregate only, which is already
       clipped, weighted, noised and divided. The `info` of clients is for reports. If the
-      denominator is the realised one, a round without participants leaves the server unchanged.
+      mechanism has `denominator="participants"`, a round without participants leaves the server
+      unchanged.
     - `personalize(key, server, client, data) -> params` returns the weights with which the client
       is evaluated.
+
+    Args:
+        name: Name of the method in reports.
+        model: The network that clients train.
+        init: Function that makes the first states.
+        client_update: Function that trains one client.
+        server_update: Function that applies the aggregate.
+        personalize: Function that returns the weights for a client's evaluation.
+        mechanism: A `jaxfl.privacy.Mechanism`, which clips, adds noise, aggregates and accounts.
+        dp_sgd: The `jaxfl.privacy.DPSGD` by which `client_update` trains, so that the engine gives
+            its noise and the statement its epsilon. None if it makes no private steps.
+        terms: Terms of the privacy statement, such as its delta and the paper's claim.
+        sends: Kind of the update in a message: a difference, or the client's weights.
+        audit: Canaries that take part. `simulate(audit=...)` sets it.
+        sparse: Number of coordinates that an update has off zero, for the count of sent bytes. None
+            if it may have all of them.
     """
 
     name: str

@@ -147,9 +147,9 @@ def packed(lists: Lists, size: Int[np.ndarray, "C"]) -> Lists:
 def hold_out(clients: Clients, share: float = 0.2, *, seed: int | None = None) -> Clients:
     """Return clients that are tested on a share of their training examples.
 
-    They no longer train on this share. Use them for tuning, so that the clients' own test examples
-    stay unseen, and for clients that have no test examples. A client keeps at least one example for
-    training, and holds out at least one unless it has a single example.
+    They no longer train on this share. Use the result for tuning, so that the clients' own test
+    examples stay unseen, and where clients have no test examples. A client keeps at least one
+    example for training, and holds out at least one unless it has a single example.
 
     Args:
         clients: Clients whose training examples are divided.

@@ -426,9 +426,15 @@ def _check_private_steps(algorithm: Algorithm, client: core.Jaxpr) -> None:
         client: The program of one client.
     """
     stated = algorithm.dp_sgd
-    if stated is None:
-        return
     found = trainings(client)
+    if stated is None:
+        if found:
+            raise ValueError(
+                f"dp_sgd must be given, because client_update of {algorithm.name!r} makes private "
+                "steps, got None, without which no epsilon would count them. Give "
+                "Algorithm(..., dp_sgd=...) the DPSGD that client_update trains by."
+            )
+        return
     wrong = "" if found else "makes no private steps"
     times = found.get(stated.mark, 0.0)
     if times > 1:

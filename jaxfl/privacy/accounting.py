@@ -118,10 +118,10 @@ def epsilon(
         one_round: Whether the epsilon is that of the worst client's worst round, for all clients.
             The default accounts for all rounds.
         unit: "client" protects all of a client's data. "example" replaces one of the client's
-            examples by another. Without per-example clipping this may move the update across the
-            whole clip ball, so adjacency is replace-one for all observers. Participation does not
-            depend on the example, so sampling amplifies as it does for clients. All clients get the
-            worst epsilon. For per-example clipping, see `example_epsilon`.
+            examples by another. Without per-example clipping this may replace the update by any
+            other within the bound, so adjacency is replace-one for all observers. Participation
+            does not depend on the example, so sampling amplifies as it does for clients. All
+            clients get the worst epsilon. For per-example clipping, see `example_epsilon`.
         stateful: Whether clients keep a state. Sampling without replacement then has no proven
             amplification, because later updates of the clients that were drawn instead may reveal a
             client's absence. Poisson sampling still amplifies.

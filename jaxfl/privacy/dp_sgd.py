@@ -102,7 +102,8 @@ class DPSGD:
         decay: Function from the index of a round to a factor of its updates. Noise scales with the
             gradients, and epsilon is unchanged. None leaves updates as they are.
 
-    The engine gives each client its noise, and records it in the ledger. It rejects a
+    The builders of the library pass it to `Algorithm(dp_sgd=...)`, and so must a method of your
+    own. The engine then gives each client its noise, and records it in the ledger. It rejects a
     `client_update` that makes no private steps, or other ones. It also rejects one that trains by
     them twice, in a loop or under `jax.vmap`. The second time would have the noise and the batches
     of the first. `jax.jit`, `jax.checkpoint` and `jax.lax.cond` around them are fine.

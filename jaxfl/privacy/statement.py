@@ -53,8 +53,8 @@ NOT_COVERED = (
     "everything else in a run's folder: cohort sizes, update norms, shares clipped and training "
     'losses in metrics.jsonl, participations in per_client.npz (report="public" leaves these '
     "out), and checkpoints, which hold personal states and the key",
-    "anyone who sees raw uploads: the guarantee against an observer of sums requires a trusted "
-    "server or secure aggregation",
+    "anyone who sees raw uploads, unless a guarantee is against an observer of every upload: that "
+    "against an observer of sums requires a trusted server or secure aggregation",
     "several clients that pool what they know, and clients that deviate from the method",
     "tuning: choosing settings by their results, over several runs on the same data",
     "early stopping and choosing among rounds by results",

@@ -243,8 +243,9 @@ def deployment_cost(
     Clients that dropped out (`availability=`) received the broadcast too. They are counted by their
     expected number, :math:`(1 - a_i) / a_i` for each update of client i that arrived.
 
-    `hours` needs a clock. A round lasts as long as the slowest participant whose update arrived.
-    Aggregation and evaluations take no time, and a round without participants takes none.
+    `hours` needs a clock. A round lasts as long as the slowest participant whose update arrived. A
+    server that waits for clients who dropped out needs longer. Aggregation and evaluations take no
+    time, and a round without participants takes none.
 
     Args:
         result: Result of `simulate`, or of a point of `sweep`.
@@ -315,7 +316,7 @@ def plot_costs(
         metric: Name of a column of the rows.
 
     Raises:
-        ValueError: The rows lack the metric, or matplotlib is not installed.
+        ValueError: The rows lack the metric or a value of it, or matplotlib is not installed.
         TypeError: The rows are not from `deployment_cost`.
     """
     if lacking := [name for name, rows in costs.items() if any(metric not in row for row in rows)]:
@@ -323,6 +324,13 @@ def plot_costs(
             f"metric must be a column of all rows, got {metric!r}, which {lacking[0]!r} lacks. "
             "Name a metric of the task."
         )
+    for name, rows in costs.items():
+        if all(math.isnan(row[metric]) for row in rows):
+            raise ValueError(
+                f"metric must have a value in some row of each method, got {metric!r}, which is "
+                f"NaN in all rows of {name!r}. Give metric='central_accuracy' if only a central "
+                "set has tests."
+            )
     plots.save(plots.against_costs(costs, metric), path)
 
 

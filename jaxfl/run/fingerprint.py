@@ -278,6 +278,9 @@ def _difference(name: str, stored: Any, current: Any) -> str:
 
 
 def _shortened(value: Any) -> str:
+    if isinstance(value, list) and len(value) > 8:
+        first = ", ".join(map(str, value[:3]))
+        return f"[{first}, ..., {value[-1]}]"
     text = str(value)
     return text if len(text) <= 80 else f"{text[:76]} ..."
 

@@ -346,7 +346,7 @@ def against_costs(found: Mapping[str, Sequence[MetricsRow]], metric: str) -> Fig
                 axes.plot(costs[name], column(rows, metric), label=name, **styles[name])
             axes.set(xlabel=label, xscale="log")
             _label_decades(axes)
-        row[0].set_ylabel(f"test {metric}")
+        row[0].set_ylabel(f"test {metric.replace('_', ' ')}")
         legend_beside(row[-1])
     return figure
 

@@ -71,11 +71,12 @@ class RunOptions(TypedDict, total=False):
             only in the folder's `noise.key`, which only its owner can read. A resumed run needs
             this file. A file that others can read, or that was made for another run, is an error.
             A run with fresh bits cannot be repeated. A sweep draws bits for each point.
-        report: "public" leaves out what else follows from private data without noise. In `metrics`
-            these are `train_loss`, `update_norm`, `clipped`, `participants`, `nonfinite` and the
-            method's own infos. In per_client.npz these are epsilons by client, and how often each
-            client took part. All epsilons, also in the statement, are then the epsilons of the
-            plan, because the rounds as they happened show who was drawn how often. In the plan
+        report: "full" by default. "public" leaves out columns that follow from private data without
+            noise, except test scores. In `metrics` these are `train_loss`, `update_norm`,
+            `clipped`, `participants`, `nonfinite` and the method's own infos. In per_client.npz
+            these are epsilons by client, and how often each client took part. All epsilons, also in
+            the statement, are then the epsilons of the plan, because the rounds as they happened
+            show who was drawn how often. In the plan
             every client takes part in every round in which it can. Warnings name and count no
             clients. Test scores, checkpoints and the returned arrays remain.
         resume: "auto" resumes from the folder. "never" starts over and replaces its contents.

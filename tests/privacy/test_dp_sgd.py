@@ -265,6 +265,12 @@ def test_a_round_makes_the_steps_that_are_accounted(trained, said):
         )
 
 
+def test_private_steps_that_no_epsilon_counts_are_an_error():
+    silent = fedavg(MODEL, local=steps(2))._replace(dp_sgd=None)
+    with pytest.raises(ValueError, match="dp_sgd must be given, because client_update of 'fedavg'"):
+        simulate(KEY, silent, small_clients(), rounds=1, progress=False)
+
+
 def trained_inside(around):
     """Trace a round whose client trains inside `around`, a function of the training and its start."""
     method = fedavg(MODEL, local=steps(2, noise_multiplier=100.0))

@@ -246,6 +246,9 @@ def test_costs_are_drawn_against_bytes_and_hours(tmp_path):
     assert (tmp_path / "costs.svg").read_text().startswith("<?xml")
     with pytest.raises(ValueError, match="metric must be a column of all rows, got 'f1'"):
         plot_costs({"dp_fedavg": rows}, tmp_path / "costs.svg", metric="f1")
+    untested = [row | {"accuracy": np.nan} for row in rows]
+    with pytest.raises(ValueError, match="'accuracy', which is NaN in all rows of 'dp_fedavg'"):
+        plot_costs({"dp_fedavg": untested}, tmp_path / "costs.svg")
 
 
 def test_a_clock_fits_the_clients():

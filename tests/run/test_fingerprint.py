@@ -314,6 +314,11 @@ def test_every_constant_counts(kind, size):
     assert all(a != b for a, b in zip(hashes(1), hashes(2)))
 
 
+def test_a_long_list_is_named_by_its_ends():
+    found = fingerprint.differences({"rounds": list(range(2, 41, 2))}, {"rounds": [2]})
+    assert found[0].endswith("[2, 4, 6, ..., 40], not [2]")
+
+
 def test_programs_differ_by_what_they_compute_alone():
     def one(x, y):
         return jnp.sin(x) * y + 2.0

@@ -148,8 +148,9 @@ class Mechanism:
         sampling: Rule that draws the participants of each round. The default draws all clients.
         weights: Public weights `[C]`, or `[T, C]` by round. None gives each client a weight of 1.
         denominator: "expected" divides by the fixed `E|cohort| * mean(w)`. "participants" divides
-            by the realised sum of weights. A zeroed-out client keeps its coin, so epsilon stays
-            finite, but this divisor reveals the cohort, so Poisson sampling amplifies nothing.
+            by the realised sum of weights. A client whose update is replaced by zero still
+            counts in it, so epsilon stays finite. But this divisor reveals the cohort, so Poisson
+            sampling amplifies nothing.
         communicates: Whether anything ever leaves a client. If not, epsilon is 0.
         noise: "float" draws in single precision. "grid", for the server's noise only, draws whole
             steps of a grid, exactly.
@@ -157,8 +158,8 @@ class Mechanism:
     Guarantee: Client-level privacy under zero-out adjacency. The sensitivity of the sum is
         `C max w`. With noise, sums are exact whatever the number of clients and their order
         (`jaxfl.privacy.sums`). One client therefore changes them by no more, to a relative 1e-5 for
-        up to a million coordinates. That holds for small weights too. The accountant charges their
-        clients with the rounding of the largest weight.
+        up to a million coordinates. For clients of small weight, the accountant adds the rounding
+        error of the largest weight.
 
         "float" is a Gaussian on paper only. Its draws end at 5.42 standard deviations, and are
         multiples of 2^-33 or so. The released numbers can reveal which of two datasets they come

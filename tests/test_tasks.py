@@ -203,7 +203,7 @@ def test_intervals_have_the_true_area_as_often_as_they_say():
         (lambda: tasks.classification(class_weights=(1, 0)), "class_weights must be .* above 0"),
         (lambda: tasks.classification(class_weights=BAD), "class_weights must be .* got 'ab'"),
         (lambda: tasks.auc_interval(0.5, 1, 1, level=1), r"level must be in \(0, 1\), got 1"),
-        (lambda: tasks.auc_interval([np.nan, 0.5], [0, 0], 5), "positive must be at least 1 .* got 0"),
+        (lambda: tasks.auc_interval(np.array([np.nan, 0.5]), np.array([0, 0]), 5), "positive must be at least 1 .* got 0"),
     ],
 )  # fmt: skip
 def test_numbers_of_a_task_are_checked(call, message):

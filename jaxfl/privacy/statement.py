@@ -357,19 +357,17 @@ def statement_lines(statement: dict[str, Any]) -> list[Line]:
         Line(1, mechanism),
         *(Line(1, detail) for detail in statement.get("details", ())),
     ]
-    for seen in statement["honest"].values():
-        lines.append(Line(1, f"guarantee against an observer of {seen['sees']}:"))
-        lines += _observer_lines(seen)
-    if examples := statement.get("examples"):
-        text = f"guarantee for one example, against an observer of {examples['sees']}:"
-        lines.append(Line(1, text))
-        if examples.get("number"):
-            text = (
-                f"delta {examples['delta']:g}, for {examples['number']} training examples in all, "
-                "a public number"
-            )
-            lines.append(Line(2, text))
-        lines += _observer_lines(examples)
+    honest = statement["honest"].values()
+    of_clients = []
+    for seen in honest:
+        of_clients.append(Line(1, f"guarantee against an observer of {seen['sees']}:"))
+        of_clients += _observer_lines(seen)
+    of_examples = _example_lines(statement)
+    # A finite guarantee comes first.
+    if any(seen["epsilon"] != "inf" for seen in honest):
+        lines += of_clients + of_examples
+    else:
+        lines += of_examples + of_clients
     if audit := statement.get("audit"):
         text = (
             f"audited from below with {audit['canaries']} canaries: epsilon is at least "
@@ -388,6 +386,22 @@ def statement_lines(statement: dict[str, Any]) -> list[Line]:
             lines.append(Line(1, f"{heading}:"))
             lines += [Line(2, item, item=True) for item in statement[name]]
     return lines
+
+
+def _example_lines(statement: dict[str, Any]) -> list[Line]:
+    """Return the lines of the guarantee for one example, if private local steps give one."""
+    examples = statement.get("examples")
+    if not examples:
+        return []
+    text = f"guarantee for one example, against an observer of {examples['sees']}:"
+    lines = [Line(1, text)]
+    if examples.get("number"):
+        text = (
+            f"delta {examples['delta']:g}, for {examples['number']} training examples in all, "
+            "a public number"
+        )
+        lines.append(Line(2, text))
+    return lines + _observer_lines(examples)
 
 
 def _wrap(line: str) -> str:

@@ -232,12 +232,16 @@ def _validated(row: Row, headline: str) -> tuple[str, list[str], list[tuple]]:
 def _guarantees(statement: Mapping[str, Any]) -> list[list[Any]]:
     """Return who is protected against which observer, at which epsilon, and by which theorem."""
     client = "a client, all of its data"
+    steps = statement.get("examples")
     found = []
     for seen in statement["honest"].values():
         found.append((client, seen["sees"], seen))
         found.append((client, "another client", seen.get("against_client")))
-        found.append(("one example", seen["sees"], seen.get("example")))
-    if steps := statement.get("examples"):
+        example = seen.get("example")
+        # Where private local steps protect an example, noise on sums need not.
+        if not steps or (example and example["epsilon"] != "inf"):
+            found.append(("one example", seen["sees"], example))
+    if steps:
         delta = steps.get("delta", statement["delta"])
         suffix = "" if delta == statement["delta"] else f", at delta {delta:g}"
         found.append((f"one example, by local steps{suffix}", steps["sees"], steps))

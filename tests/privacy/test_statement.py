@@ -373,6 +373,10 @@ def test_examples_are_stated_beside_clients():
     assert statement["honest"]["upload"]["rdp"]["total"] == "inf"  # of the whole client
     text = format_statement(statement)
     assert "guarantee for one example, against an observer of every upload" in text
+    assert text.index("guarantee against") < text.index("guarantee for one example")
+    silent = Mechanism(clip=1.0, noise_multiplier=0.0)
+    alone = format_statement(state(silent, clients=2, rounds=10, dp_sgd=steps))
+    assert alone.index("guarantee for one example") < alone.index("guarantee against")
     assert own["epsilon"] == own["pld"]["total"]
     assert (
         "epsilon 7.047 in total\n    by: Poisson-sampled Gaussian, rate 0.1, zero-out, 10 steps per round; PLD"

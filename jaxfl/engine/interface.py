@@ -1,7 +1,7 @@
 """Interface through which a run advances its clients, wherever their states are held."""
 
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from jax import Array
 from jaxtyping import Key
@@ -13,6 +13,8 @@ from jaxfl.engine.round import Center, Records
 from jaxfl.types import Tree
 
 
+# Tests check the types of arguments at run time.
+@runtime_checkable
 class Engine(Protocol):
     """State of one run, or of all points of a sweep, and the programs that advance it.
 

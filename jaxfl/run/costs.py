@@ -96,11 +96,11 @@ def traffic_by_point(algorithms: Sequence[Algorithm], clients: Clients) -> list[
     return [Traffic(_whole_bytes(bits), down, served) for bits in sent]
 
 
-def _whole_bytes(bits: float) -> int:
+def _whole_bytes(bits: float | int) -> int:
     return math.ceil(bits / 8)
 
 
-def _bits_sent(algorithm: Algorithm, message: Message, clients: int) -> float:
+def _bits_sent(algorithm: Algorithm, message: Message, clients: int) -> float | int:
     """Return the bits of a client's contribution."""
     mechanism = algorithm.mechanism
 

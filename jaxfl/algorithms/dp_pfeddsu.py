@@ -269,11 +269,11 @@ def _sparse(model: Model, params: Params, num_layers: int) -> list[str]:
     return kernels[max(0, len(kernels) - num_layers) :]
 
 
-def _sparse_update(model: Model, number: int, density: Number, *, public: bool) -> Sparse:
+def _sparse_update(model: Model, num_layers: int, density: Number, *, public: bool) -> Sparse:
     """Return how many coordinates of an extractor a client sends."""
 
     def values(extractor: Params) -> Number:
-        return number_sent(extractor, _sparse(model, extractor, number), density)
+        return number_sent(extractor, _sparse(model, extractor, num_layers), density)
 
     return Sparse(values, public)
 

@@ -10,6 +10,7 @@ import jax
 from jaxfl.callbacks import Callback, entered
 from jaxfl.engine import processes
 from jaxfl.engine.interface import Engine
+from jaxfl.engine.memo import described, key_of_method, remembered
 from jaxfl.engine.program import Points
 from jaxfl.engine.resident import Resident
 from jaxfl.engine.round import Keys
@@ -167,7 +168,9 @@ def _journals(
     # All points have the same shapes of records.
     record = engine.record()
     facts = settings.streams.describe(plan.key) | {"stateful": engine.stateful}
-    traffic = traffic_by_point(plan.algorithms, plan.clients)
+    # Bytes follow from shapes, so that a process counts them once for equal methods.
+    key = ("traffic", key_of_method(plan.method), described(engine.population))
+    traffic = remembered(key, lambda: traffic_by_point(plan.algorithms, plan.clients))
     return [
         Journal(
             algorithm,

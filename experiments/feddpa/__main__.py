@@ -39,8 +39,10 @@ TUNING = 100
 """Seed of tuning runs. Results have other seeds."""
 NO_CLIP = 1e6
 """Clip bound that is longer than any update."""
-POINTS: dict[str, Any] = {"number": 4, "rate": (3e-4, 3e-3), "clip": (1e-3, 0.5)}
-"""Number of tuning points, and the ranges of rates and clip bounds, for both private methods."""
+POINTS = 4
+"""Number of tuning points of each private method."""
+RANGES = {"rate": (3e-4, 3e-3), "clip": (1e-3, 0.5)}
+"""Ranges of rates and clip bounds for tuning, equal for both private methods."""
 
 
 class Setting(NamedTuple):
@@ -176,7 +178,7 @@ class Bench:
 
     def tuned(self, method: str, noise_multiplier: float) -> dict[str, Any]:
         """Return a row of the clip bound and rate that are best on held-out examples."""
-        points = spread(**POINTS)
+        points = spread(POINTS, **RANGES)
         points = {
             name: column[: 2 if self.options.smoke else None] for name, column in points.items()
         }
@@ -363,7 +365,7 @@ def reference_markdown(result: Result) -> str:
     chosen = "; ".join(
         f"{row['method']}: {row['chosen']}" for row in result["rows"] if "chosen" in row
     )
-    tuned = f"The tuned rows have {POINTS['number']} points each, scored on held-out examples (a "
+    tuned = f"The tuned rows have {POINTS} points each, scored on held-out examples (a "
     tuned += f"star marks an end of the points): {chosen}. No epsilon covers the choice."
     flat = stopped(alone["chosen"], alone["passes"], alone["validation"])
     found = {row["method"]: row for row in result["rows"]}

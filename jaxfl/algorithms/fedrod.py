@@ -15,7 +15,6 @@ from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Sampling
 from jaxfl.server import Server, server_step
-from jaxfl.tasks import cross_entropy, mean
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms
 
 
@@ -43,7 +42,8 @@ def fedrod(
 
     The first loss is the balanced softmax. It trains the shared model as if the client had equally
     many examples of each class. The second loss trains only the personal head: neither
-    :math:`\phi` nor w follows its gradient.
+    :math:`\phi` nor w follows its gradient. Both are multiplied by the weight of class y if the
+    task has `class_weights`.
 
     Args:
         model: A network for classification, with a head.
@@ -92,8 +92,8 @@ def fedrod(
 
         def loss(outputs: Array, labels: Array, weights: Float[Array, "B"]) -> Float[Array, ""]:
             generic, own = jnp.split(outputs, 2, axis=-1)
-            balanced = mean(cross_entropy(generic + offset[None], labels), weights)
-            return balanced + mean(cross_entropy(own, labels), weights)
+            balanced = model.task.mean_loss(generic + offset[None], labels, weights)
+            return balanced + model.task.mean_loss(own, labels, weights)
 
         before = (server.params, client)
         (shared, personal), info = local.train(key, model, before, data, apply=apply, loss=loss)

@@ -148,11 +148,11 @@ class Watch:
             length = "" if self.public else f" (mean norm {np.mean(norms):.3g})"
             self._warn(
                 "clipped",
-                f"every update of every round was longer than the clip bound{length}, so that only "
-                "directions count. If the model learns too slowly, raise the clip bound: epsilon "
-                "stays, and the noise grows in proportion. If noise hides what it learns, keep the "
-                "bound, and give more clients a round, fewer trained weights (jaxfl.models.lora, "
-                "frozen) or more rounds",
+                f"every client's update of every round was longer than its `clip`{length}, "
+                "so that only directions count. If the model learns too slowly, raise `clip`: "
+                "epsilon stays, and the noise grows in proportion. If noise hides what it learns, "
+                "keep `clip`, and give more clients a round, fewer trained weights "
+                "(jaxfl.models.lora, frozen) or more rounds",
             )
         dropped, _ = _count(records)
         if dropped:

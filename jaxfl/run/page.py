@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxfl._validate import check_path, checked
+from jaxfl._validate import check_path, checked, show
 from jaxfl.files import is_regular, read, read_arrays, replacing
 from jaxfl.privacy.statement import statement_lines
 from jaxfl.run import plots, report
@@ -36,8 +36,26 @@ _FIRST = ("method", "model", "rounds", *_VERSIONS)
 """Facts that a page shows first."""
 
 
-@checked(folder=check_path)
-def write_report(folder: str | os.PathLike) -> pathlib.Path:
+def _check_client_columns(name: str, value: Any) -> dict[str, list[Any]]:
+    columns = {}
+    for title, column in value.items() if isinstance(value, Mapping) else [("", None)]:
+        listed = np.asarray(column, object).tolist()
+        texts_or_numbers = isinstance(listed, list) and all(
+            isinstance(cell, str | int | float) for cell in listed
+        )
+        if not isinstance(title, str) or not texts_or_numbers:
+            raise TypeError(
+                f"{name} must be lists of texts or numbers by name, got {show(value)}. "
+                'Give for instance {"hospital": ["north", "south"]}.'
+            )
+        columns[title] = listed
+    return columns
+
+
+@checked(folder=check_path, columns=_check_client_columns)
+def write_report(
+    folder: str | os.PathLike, columns: Mapping[str, Sequence[Any]] | None = None
+) -> pathlib.Path:
     """Write `report.html` into the folder of a run, a sweep or a comparison, and return its path.
 
     The page is one file without scripts, and needs no network. It shows what the folder holds: the
@@ -49,20 +67,30 @@ def write_report(folder: str | os.PathLike) -> pathlib.Path:
 
     Args:
         folder: Folder of `simulate`, `sweep` or `compare`.
+        columns: Columns of your own for the table of clients, by name, such as the clients' names
+            or the intervals of their scores. Each has a text or a number for every client.
 
     Raises:
-        ValueError: The folder holds no run, no sweep and no comparison.
+        ValueError: The folder holds no run, no sweep and no comparison. Or a column does not have
+            one value for each client, or the folder has no scores by client.
+        TypeError: A column has another type.
     """
+    own_columns: dict[str, Any] = dict(columns or {})
     path = pathlib.Path(folder)
     points = []
     if path.is_dir():
         points = [point for point in report.points_of(path) if is_regular(point / report.METRICS)]
     if is_regular(path / report.COMPARISON):
+        if own_columns:
+            raise ValueError(
+                f"columns must be None for a comparison, got {show(columns)}. Give the folder of a "
+                "run, which has a table of clients."
+            )
         values = _collect_comparison(path)
     elif is_regular(path / report.METRICS):
-        values = _collect_run(path)
+        values = _collect_run(path, own_columns)
     elif points:
-        values = _collect_sweep(path, points)
+        values = _collect_sweep(path, points, own_columns)
     else:
         raise ValueError(
             f"folder must hold {report.METRICS}, got {str(folder)!r} without it. "
@@ -98,7 +126,7 @@ def load_template(name: str) -> Any:
     return environment.get_template(name)
 
 
-def _collect_run(folder: pathlib.Path) -> dict[str, Any]:
+def _collect_run(folder: pathlib.Path, own_columns: Mapping[str, list[Any]]) -> dict[str, Any]:
     """Collect what the page of a run shows."""
     rows = _load_metrics(folder)
     statement = _load_json(folder / report.PRIVACY)
@@ -118,7 +146,7 @@ def _collect_run(folder: pathlib.Path) -> dict[str, Any]:
         "meanings": {name: text for name, text in report.COLUMNS.items() if name in rows[-1]},
         "statement": statement,
         "canaries": _canary_scores(folder / report.AUDIT),
-        "clients": _client_scores(folder, rows[-1], headline, statement),
+        "clients": _client_scores(folder, rows[-1], headline, statement, own_columns),
         "config": config,
         "facts": {name: facts[name] for name in _FIRST if name in facts},
         "other_facts": {
@@ -129,12 +157,16 @@ def _collect_run(folder: pathlib.Path) -> dict[str, Any]:
     }
 
 
-def _collect_sweep(folder: pathlib.Path, points: Sequence[pathlib.Path]) -> dict[str, Any]:
+def _collect_sweep(
+    folder: pathlib.Path,
+    points: Sequence[pathlib.Path],
+    own_columns: Mapping[str, list[Any]],
+) -> dict[str, Any]:
     """Collect what the page of a sweep shows, and write the pages of its points."""
     lines = []
     headline = ""
     for point in points:
-        write_report(point)
+        write_report(point, own_columns)
         rows = _load_metrics(point)
         headline = _first_metric(rows)
         scores = [rows[-1].get(name) for name in ("round", headline, f"{headline}_worst10")]
@@ -255,16 +287,22 @@ def _guarantees(statement: Mapping[str, Any]) -> list[list[Any]]:
 
 
 def _client_scores(
-    folder: pathlib.Path, last: Row, headline: str, statement: Mapping[str, Any]
+    folder: pathlib.Path,
+    last: Row,
+    headline: str,
+    statement: Mapping[str, Any],
+    own_columns: Mapping[str, list[Any]],
 ) -> dict[str, Any]:
     """Return the scores of the clients at the last evaluation, the worst first."""
     arrays = _load_arrays(folder / report.PER_CLIENT)
     if not len(arrays.get(headline, ())):
+        _check_lengths(own_columns, 0)
         return {}
+    _check_lengths(own_columns, len(arrays["test_size"]))
     scores = {name: values[-1] for name, values in arrays.items() if np.ndim(values) == 2}
     tested = arrays["test_size"] > 0
     values = np.where(tested, scores[headline], np.nan)
-    columns: dict[str, Any] = {"client": np.arange(len(values))} | scores
+    columns: dict[str, Any] = {"client": np.arange(len(values))} | own_columns | scores
     columns["test examples"] = arrays["test_size"]
     columns["rounds"] = arrays.get("participations")
     for name, seen in statement.get("honest", {}).items():
@@ -285,6 +323,16 @@ def _client_scores(
         "columns": list(columns),
         "lines": lines[order[:_CLIENTS]].tolist(),
     }
+
+
+def _check_lengths(own_columns: Mapping[str, list[Any]], clients: int) -> None:
+    """Require that each column of the user has one value for each client."""
+    for name, column in own_columns.items():
+        if len(column) != clients:
+            raise ValueError(
+                f"columns[{name!r}] must have a value for each of {clients} clients with scores, "
+                f"got {len(column)}. Give one value for each client, in their order."
+            )
 
 
 def _canary_scores(path: pathlib.Path) -> dict[str, Callable[[], Any]]:

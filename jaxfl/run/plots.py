@@ -252,8 +252,9 @@ def comparison(
     """Return a figure of a metric against epsilon, with a curve for each method.
 
     A curve has means over seeds, and bars of their 95% intervals. A method without noise is a
-    horizontal line, which is dotted if the method sends nothing. At most eight curves share a
-    panel, and every panel has all lines. Labels follow the curves' order at their right end.
+    horizontal line with a band, which is dotted if the method sends nothing. At most eight curves
+    share a panel, and every panel has all lines. Labels follow the curves' order at their right
+    end.
 
     Args:
         found: Mean and half the width of its interval by epsilon, for each method.
@@ -305,9 +306,12 @@ def against_epsilon(
         mean, half = zip(*(value for _, value in points), strict=True)
         axes.errorbar(horizontal, mean, np.nan_to_num(half), label=name, **styles[name])
     for name in lines:
-        ((mean, _),) = found[name].values()
+        ((mean, half),) = found[name].values()
+        color = styles[name]["color"]
         dash = "--" if name in sends else ":"
-        axes.axhline(mean, color=styles[name]["color"], linestyle=dash, label=name)
+        axes.axhline(mean, color=color, linestyle=dash, label=name)
+        if math.isfinite(half):
+            axes.axhspan(mean - half, mean + half, color=color, alpha=0.12, linewidth=0)
     _label_epsilons(axes, epsilons)
     axes.set(xlabel="ε", xlim=(-0.4, len(epsilons) - 0.6))
 

@@ -11,7 +11,7 @@ from jaxfl.data import classes_per_client, load, make_clients
 from jaxfl.local.train import LocalSGD
 from jaxfl.models import mlp
 from jaxfl.privacy import Full, Poisson
-from jaxfl.tasks import regression
+from jaxfl.tasks import classification, regression
 
 WHOLE = 16  # every client's examples in one batch: no order
 LINEAR = mlp((8, 8, 1), 10, hidden=())
@@ -24,9 +24,11 @@ def softmax(logits):
     return shifted / shifted.sum(axis=1, keepdims=True)
 
 
-def test_one_step_of_a_linear_model_is_numpys():
+@pytest.mark.parametrize("class_weights", [None, tuple(range(1, 11))])
+def test_one_step_of_a_linear_model_is_numpys(class_weights):
     """Both gradients are features times probabilities less labels, with the counts of classes in one of them."""
-    method = fedrod(LINEAR, clip=1e6, noise_multiplier=0.0, sampling=Full(), local=STEP)
+    model = LINEAR._replace(task=classification(class_weights=class_weights))
+    method = fedrod(model, clip=1e6, noise_multiplier=0.0, sampling=Full(), local=STEP)
     data = client_data()
     server, _ = method.init(KEY, 1)
     rng = np.random.default_rng(0)
@@ -44,8 +46,9 @@ def test_one_step_of_a_linear_model_is_numpys():
     balanced = counted / counted.sum(axis=1, keepdims=True)
     whole = softmax(generic + x @ own["kernel"] + own["bias"])
     moved = jax.tree.map(np.subtract, after["head"], personal["head"])
+    weights = hot @ np.asarray(class_weights or np.ones(10))[:, None]
     for found, probabilities in ((message.update["head"], balanced), (moved, whole)):
-        errors = (hot - probabilities) / len(x)
+        errors = weights * (hot - probabilities) / len(x)
         np.testing.assert_allclose(found["kernel"], x.T @ errors, atol=1e-5)
         np.testing.assert_allclose(found["bias"], errors.sum(axis=0), atol=1e-5)
 

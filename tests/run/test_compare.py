@@ -104,6 +104,10 @@ def test_tables_and_differences():
         "| local | – | 0.560 ± 0.014 |",
     ]
     assert r"A\_1 & 0.550 $\pm$ 0.071 & 0.800 $\pm$ 0.000 \\" in MADE.to_latex()
+    tried = {"rate": [0.1, 0.2, 0.3], "momentum": [0.0, 0.5, 0.9]}
+    tuning = {"epsilon": 1.0, "points": tried, "chosen": {"rate": 0.3, "momentum": 0.5}}
+    at_an_end = MADE._replace(tuning=[{"method": "A_1"} | tuning]).to_markdown()
+    assert "| A_1 | 0.550 ± 0.071 (rate at an end) | 0.800 ± 0.000 |" in at_an_end
     first, second = MADE.differences("local")
     gains = np.array([-0.05, 0.03])
     assert first["difference"] == pytest.approx(gains.mean())

@@ -251,8 +251,8 @@ def test_a_public_report_names_and_counts_no_client(caplog):
 @pytest.mark.parametrize(
     ("clipped", "public", "expected"),
     [
-        ([1, 1, 1, 0], False, "longer than the clip bound (mean norm 2)"),
-        ([1, 1, 1, 0], True, "longer than the clip bound, so that"),
+        ([1, 1, 1, 0], False, "longer than its `clip` (mean norm 2)"),
+        ([1, 1, 1, 0], True, "longer than its `clip`, so that"),
         ([1, 0.9, 1, 0], False, None),
         ([1, 1, 0, 0], False, None),
     ],
@@ -268,4 +268,4 @@ def test_runs_whose_updates_are_all_clipped_get_advice(caplog, clipped, public, 
         assert not caplog.messages
     else:
         assert expected in caplog.messages[0]
-        assert "raise the clip bound: epsilon stays" in caplog.messages[0]
+        assert "raise `clip`: epsilon stays" in caplog.messages[0]

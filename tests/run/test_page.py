@@ -115,6 +115,22 @@ def test_the_page_has_every_client_the_worst_first(run):
     assert tested == sorted(tested)
 
 
+def test_columns_of_the_user_stand_beside_each_clients_score(run, tmp_path):
+    folder = shutil.copytree(run[0], tmp_path / "run")
+    names = [f"ward <{i}>" for i in range(len(SIZES))]
+    page = Page(write_report(folder, {"ward": names, "beds": np.arange(len(SIZES)) * 10}))
+    (found,) = page.table("client", "ward", "beds")
+    assert [line[1:3] for line in found] == [[f"ward <{int(i)}>", 10 * i] for i, *_ in found]
+    with pytest.raises(ValueError, match=f"value for each of {len(SIZES)} clients .* got 1"):
+        write_report(folder, {"ward": ["a"]})
+    for wrong in (["a"], {"ward": "a"}, {1: names}, {"ward": [None] * len(SIZES)}):
+        with pytest.raises(TypeError, match="columns must be lists of texts or numbers by name"):
+            write_report(folder, wrong)
+    (folder / report.PER_CLIENT).unlink()
+    with pytest.raises(ValueError, match="each of 0 clients with scores"):
+        write_report(folder, {"ward": names})
+
+
 def test_the_page_says_who_is_protected_and_what_is_claimed(run):
     _, result, page = run
     (found,) = page.table("protects")

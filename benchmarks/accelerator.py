@@ -48,13 +48,13 @@ from benchmarks.workloads import (
     rounds_of,
 )
 from jaxfl import LocalSGD, simulate
+from jaxfl._support.files import write_json
 from jaxfl.algorithms import centaur, dp_fedavg, dp_pfeddsu, fedavg, feddpa
 from jaxfl.backend import Form
 from jaxfl.engine.chunk import fitting
 from jaxfl.engine.evaluate import compile_evaluation
 from jaxfl.engine.mesh import Population, place
 from jaxfl.engine.program import initialize
-from jaxfl.files import write_json
 from jaxfl.local.train import blocks_of
 from jaxfl.models import digits_cnn, mlp, with_precision
 from jaxfl.privacy import FixedSize, Mechanism, Poisson

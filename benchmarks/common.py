@@ -24,8 +24,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from jaxfl._support.files import write_json
 from jaxfl.backend import cores
-from jaxfl.files import write_json
 
 OUT = pathlib.Path("runs/benchmarks")
 

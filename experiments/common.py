@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxfl import Candidate, LocalSGD, Result, compare, grid, simulate, sweep
 from jaxfl.algorithms import local_only
-from jaxfl.cli import command_line
+from jaxfl.cli.main import command_line
 from jaxfl.data import Dataset, dirichlet, make_clients, matching
 from jaxfl.engine.evaluate import compile_evaluation, summarize
 from jaxfl.engine.mesh import place
@@ -21,8 +21,8 @@ from jaxfl.engine.program import Points
 from jaxfl.engine.states import States
 from jaxfl.local.penalties import proximal
 from jaxfl.models import build, digits_cnn
-from jaxfl.run.comparison import at_an_end
-from jaxfl.run.report import run_folder
+from jaxfl.report.comparison import at_an_end
+from jaxfl.run.folder import run_folder
 from jaxfl.tasks import classification
 from jaxfl.types import Algorithm, ClientData, Clients, Model, Params, Tree
 

@@ -3,8 +3,8 @@
 python -m experiments.quickstart
 """
 
-from jaxfl.cli import command_line
-from jaxfl.quickstart import Config, main
+from jaxfl.cli.main import command_line
+from jaxfl.cli.quickstart import Config, main
 
 if __name__ == "__main__":
     main(command_line(Config, __doc__))

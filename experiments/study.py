@@ -21,11 +21,11 @@ import numpy as np
 import tyro
 
 from experiments.common import Row, cli, percent, versions
-from jaxfl._validate import check_path, check_seeds, checked
+from jaxfl._support.checks import check_path, check_seeds, checked
+from jaxfl._support.files import write_json
 from jaxfl.backend import compile_quickly
-from jaxfl.files import write_json
-from jaxfl.run import plots
-from jaxfl.run.looks import looks
+from jaxfl.report import plots
+from jaxfl.report.looks import looks
 
 HERE = pathlib.Path(__file__).parent
 PACKAGES = ("jaxfl", "jax", "jaxlib", "optax", "numpy", "dp-accounting")

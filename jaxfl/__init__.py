@@ -5,15 +5,15 @@ from jaxfl.engine.memo import clear_caches
 from jaxfl.local import LocalSGD
 from jaxfl.models.saved import load_model
 from jaxfl.models.trained import TrainedModel
+from jaxfl.report.comparison import Comparison
+from jaxfl.report.page import write_report
+from jaxfl.report.plan_page import write_plan
 from jaxfl.run.attack import membership
 from jaxfl.run.candidates import Candidate, grid, spread
 from jaxfl.run.compare import compare
-from jaxfl.run.comparison import Comparison
 from jaxfl.run.costs import Clock, deployment_cost, plot_costs, traffic
 from jaxfl.run.evaluate import evaluate
 from jaxfl.run.flags import configure
-from jaxfl.run.page import write_report
-from jaxfl.run.plan_page import write_plan
 from jaxfl.run.recorder import Result
 from jaxfl.run.simulate import simulate, sweep
 from jaxfl.tasks import Metric, Task

@@ -25,8 +25,8 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 
-from jaxfl import files
-from jaxfl._validate import check_callable, check_path, checked, plain, show
+from jaxfl._support import files
+from jaxfl._support.checks import check_callable, check_path, checked, plain, show
 
 __all__ = ["csv", "early_stopping", "epsilon_budget", "mlflow", "tensorboard", "wandb"]
 

@@ -15,7 +15,7 @@ import optax.contrib
 from jax import Array
 from jaxtyping import Key, UInt32
 
-from jaxfl._validate import check_fraction, checked
+from jaxfl._support.checks import check_fraction, checked
 from jaxfl.types import Number, Params, Tree
 
 _momentum = functools.partial(check_fraction, zero=True, one=False)

@@ -18,7 +18,7 @@ import optax
 from jax import Array
 from jaxtyping import Bool, Float, Int, Shaped
 
-from jaxfl.recipes import Recipe, with_recipe
+from jaxfl._support.recipes import Recipe, with_recipe
 
 Loss: TypeAlias = Callable[[Array, Array], Float[Array, "B"]]
 """Function from a batch's outputs and labels to the loss of each example."""
@@ -141,7 +141,7 @@ class Task:
     check: Callable[[jax.ShapeDtypeStruct, np.ndarray], None] = _anything
     predict: Callable[[Array], Array] = _unchanged
     recipe: Recipe | None = dataclasses.field(default=None, repr=False, compare=False)
-    """How a builder made the task (see `jaxfl.recipes`)."""
+    """How a builder made the task (see `jaxfl._support.recipes`)."""
 
     def __post_init__(self) -> None:
         taken = RESERVED | {"loss", "test_size", "participations"}

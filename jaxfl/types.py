@@ -15,8 +15,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int, Integer, Key, Shaped
 
+from jaxfl._support.recipes import Recipe
 from jaxfl.backend import backend
-from jaxfl.recipes import Recipe
 from jaxfl.tasks import Task, classification
 
 Params: TypeAlias = Any
@@ -220,7 +220,8 @@ class Model(NamedTuple):
     - `vocabulary` is the number of rows of the table that whole-number inputs index. None means
       that it is unknown, or that there is no table. A run checks the inputs against it, because JAX
       reads another row for an index outside the table.
-    - `recipe` says how a builder made the model (see `jaxfl.recipes`), so that a file can say it.
+    - `recipe` says how a builder made the model (see `jaxfl._support.recipes`), so that a file can
+      say it.
     """
 
     name: str

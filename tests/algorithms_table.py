@@ -79,7 +79,7 @@ from jaxfl.privacy import (
     Skellam,
     TrimmedMean,
 )
-from jaxfl.privacy.accounting import epsilon, planned_ledger
+from jaxfl.privacy.accounting.ledgers import epsilon, planned_ledger
 from jaxfl.privacy.schedule import ClientNoise
 from jaxfl.tasks import one_hot_error
 from jaxfl.types import Algorithm, ClientData, Clients, Lists, Message

@@ -26,7 +26,7 @@ from flax import nnx
 
 import jaxfl
 from jaxfl import LocalSGD, algorithms, callbacks, data, models, privacy, tasks
-from jaxfl._validate import check_optional, unchecked
+from jaxfl._support.checks import check_optional, unchecked
 from jaxfl.algorithms.pdp_fl import Budgets
 from jaxfl.models.saved import save_models
 from jaxfl.privacy import DPSGD, Canaries, Full, Mechanism, Poisson

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 from algorithms_table import ALGORITHMS, small_clients
 
-from jaxfl import callbacks, files, simulate
+from jaxfl import callbacks, simulate
+from jaxfl._support import files
 from jaxfl.callbacks import ask, check_callbacks, entered
-from jaxfl.run import report
+from jaxfl.report import layout
 
 KEY = jax.random.key(1)
 
@@ -59,7 +60,7 @@ def test_evaluations_of_the_shorter_run_remain(tmp_path):
         assert [row["round"] for row in result.metrics] == [2, 3, 4, 6]
         whole = {row["round"]: row for row in run(None, 6).metrics}
         assert all(row["loss"] == whole[row["round"]]["loss"] for row in result.metrics)
-        assert np.load(tmp_path / report.PER_CLIENT)["round"].tolist() == [2, 3, 4, 6]
+        assert np.load(tmp_path / layout.PER_CLIENT)["round"].tolist() == [2, 3, 4, 6]
 
 
 def test_a_run_that_was_stopped_early_stays_so_and_may_go_on(tmp_path):

@@ -16,7 +16,7 @@ from jaxfl.algorithms import dp_fedavg, fedavg
 from jaxfl.engine.mesh import place
 from jaxfl.engine.program import compile_rounds, initialize
 from jaxfl.local.train import LocalSGD
-from jaxfl.privacy.accounting import epsilon, planned_ledger
+from jaxfl.privacy.accounting.ledgers import epsilon, planned_ledger
 from jaxfl.privacy.clip import clip
 from jaxfl.privacy.mechanisms import Mechanism, PrivateMask
 from jaxfl.privacy.sampling import Full

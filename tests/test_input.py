@@ -24,14 +24,14 @@ from reference import padded
 import jaxfl
 from experiments.common import cli
 from jaxfl import Message, simulate
-from jaxfl._validate import show
+from jaxfl._support.checks import show
 from jaxfl.algorithms import fedavg, fedrep
-from jaxfl.cli import in_one_line
+from jaxfl.cli.main import in_one_line
+from jaxfl.cli.quickstart import Config
 from jaxfl.data import from_arrays, make_clients
 from jaxfl.local.train import LocalSGD, _shuffle
 from jaxfl.models import from_flax, from_nnx, gru, lenet, lora, mlp, transformer
 from jaxfl.privacy import Mechanism
-from jaxfl.quickstart import Config
 from jaxfl.types import Lists
 
 KEY = jax.random.key(0)

@@ -20,7 +20,7 @@ from jaxfl.data import from_arrays, iid, make_clients
 from jaxfl.local.train import LocalSGD
 from jaxfl.models import from_flax, gru
 from jaxfl.privacy import DPSGD, Poisson
-from jaxfl.privacy.accounting import epsilon, planned_ledger
+from jaxfl.privacy.accounting.ledgers import epsilon, planned_ledger
 from jaxfl.run.check import check_algorithm
 
 KEY = jax.random.key(0)

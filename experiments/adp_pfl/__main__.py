@@ -30,8 +30,8 @@ from experiments.study import (
 )
 from jaxfl.algorithms.adp_pfl import fisher_percentile, largest, random_share
 from jaxfl.privacy import paper_noise
-from jaxfl.run import plots
-from jaxfl.run.looks import looks
+from jaxfl.report import plots
+from jaxfl.report.looks import looks
 
 SCHEDULES = ("fixed", "round-level")
 SUFFIXES = {"mnist": "", "fashion_mnist": "_fashion_mnist", "cifar10": "_cifar10"}

@@ -27,7 +27,7 @@ from jaxfl.data import from_arrays, iid, make_clients
 from jaxfl.data.minilm import LAYERS, Layer, minilm_weights, tokenizer
 from jaxfl.models import from_flax, lora
 from jaxfl.privacy import Poisson, calibrate
-from jaxfl.run.report import run_folder
+from jaxfl.run.folder import run_folder
 from jaxfl.types import Algorithm, Clients, Model
 
 GENRES = {"comedies": 0, "histories": 1, "tragedies": 2, "roman": 2}

@@ -12,8 +12,8 @@ from experiments.map.methods import SCALING
 from experiments.map.places import passes_between
 from experiments.study import Result, dated, listed, markdown_table
 from jaxfl import Comparison
-from jaxfl.run import plots
-from jaxfl.run.looks import Look, looks
+from jaxfl.report import plots
+from jaxfl.report.looks import Look, looks
 
 _WAYS = {
     "plain": "",

@@ -35,8 +35,8 @@ from jaxfl.algorithms import fedavg, local_only
 from jaxfl.data import Dataset, iid, load
 from jaxfl.models import lenet, mlp
 from jaxfl.privacy import AdaptiveClip, Mechanism, Poisson, plan
-from jaxfl.privacy.planning import Plan
-from jaxfl.run.report import run_folder
+from jaxfl.privacy.accounting.planning import Plan
+from jaxfl.run.folder import run_folder
 from jaxfl.types import Algorithm, Clients, Model
 
 TUNING_SEED = 100

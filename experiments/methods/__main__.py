@@ -35,7 +35,7 @@ from jaxfl.algorithms import (
 from jaxfl.data import Dataset, classes_per_client, iid, load
 from jaxfl.models import mlp
 from jaxfl.privacy import FixedSize, Mechanism
-from jaxfl.run.report import run_folder
+from jaxfl.run.folder import run_folder
 from jaxfl.types import Algorithm, Clients, Model
 
 RATES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)

@@ -21,7 +21,7 @@ from jaxfl import grid
 from jaxfl.algorithms import padpfl, padpfl_paper
 from jaxfl.data import load
 from jaxfl.models import mlp
-from jaxfl.run import plots
+from jaxfl.report import plots
 from jaxfl.types import Algorithm
 
 WEAK = 100.0

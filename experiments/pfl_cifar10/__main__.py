@@ -30,7 +30,7 @@ from jaxfl.algorithms import fedavg
 from jaxfl.data import Dataset, dirichlet_by_client, iid, load, make_clients
 from jaxfl.models import from_flax
 from jaxfl.privacy import Extrapolated, FixedSize, Mechanism, Poisson, calibrate
-from jaxfl.run.report import run_folder
+from jaxfl.run.folder import run_folder
 from jaxfl.types import Algorithm, Clients, Model, Terms
 
 Partition = Literal["iid", "dirichlet"]

@@ -26,9 +26,9 @@ from jaxfl.engine.program import Points
 from jaxfl.engine.states import States
 from jaxfl.models import gru
 from jaxfl.privacy import Poisson, calibrate
-from jaxfl.run.comparison import at_an_end
+from jaxfl.report.comparison import at_an_end
+from jaxfl.run.folder import run_folder
 from jaxfl.run.recorder import Result
-from jaxfl.run.report import run_folder
 from jaxfl.types import Algorithm, Clients, Model, Tree
 
 TUNING_SEED = 100

@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from jaxtyping import Int
 
-from jaxfl._validate import check_fraction, checked, count_from_0
+from jaxfl._support.checks import check_fraction, checked, count_from_0
 from jaxfl.data import Dataset, from_arrays
 
 CHARACTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"

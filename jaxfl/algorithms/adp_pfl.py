@@ -11,7 +11,7 @@ import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import (
+from jaxfl._support.checks import (
     check_choice,
     check_noise,
     check_numbers,

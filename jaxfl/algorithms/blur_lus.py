@@ -6,7 +6,7 @@ import optax
 from jax import Array
 from jaxtyping import Key
 
-from jaxfl._validate import (
+from jaxfl._support.checks import (
     GAUSSIAN,
     at_least_0,
     check_fraction,

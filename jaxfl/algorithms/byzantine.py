@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Key
 
-from jaxfl._validate import at_least_0, check_counts, checked, show
+from jaxfl._support.checks import at_least_0, check_counts, checked, show
 from jaxfl.types import Algorithm, ClientData, Tree
 
 _LIE = 2**31 + 5

@@ -7,7 +7,7 @@ import optax
 from jax import Array
 from jaxtyping import Key
 
-from jaxfl._validate import GAUSSIAN, at_least_0, checked, nonzero
+from jaxfl._support.checks import GAUSSIAN, at_least_0, checked, nonzero
 from jaxfl.algorithms.fedavg import GradientRule, Penalty, dp_fedavg, keeps_models
 from jaxfl.local.penalties import proximal
 from jaxfl.local.train import LocalSGD

@@ -4,7 +4,7 @@ import functools
 
 import optax
 
-from jaxfl._validate import GAUSSIAN, at_least_0, check_count, check_positive, checked
+from jaxfl._support.checks import GAUSSIAN, at_least_0, check_count, check_positive, checked
 from jaxfl.algorithms.fedavg import dp_fedavg
 from jaxfl.algorithms.fine_tuned import fine_tuned
 from jaxfl.algorithms.matrix_scaled import matrix_scaled

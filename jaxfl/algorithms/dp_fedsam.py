@@ -2,7 +2,7 @@
 
 import optax
 
-from jaxfl._validate import GAUSSIAN, at_least_0, checked, nonzero
+from jaxfl._support.checks import GAUSSIAN, at_least_0, checked, nonzero
 from jaxfl.algorithms.fedavg import Penalty, dp_fedavg
 from jaxfl.local.sam import sam
 from jaxfl.local.train import LocalSGD

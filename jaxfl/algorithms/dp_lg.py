@@ -6,7 +6,7 @@ import optax
 from jax import Array
 from jaxtyping import Key
 
-from jaxfl._validate import GAUSSIAN, checked
+from jaxfl._support.checks import GAUSSIAN, checked
 from jaxfl.algorithms.fedrep import check_extractor, split_head
 from jaxfl.local.train import LocalSGD, check_head
 from jaxfl.privacy.mechanisms import Mechanism

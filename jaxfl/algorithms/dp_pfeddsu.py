@@ -9,7 +9,7 @@ import optax
 from jax import Array, lax
 from jaxtyping import Key, UInt32
 
-from jaxfl._validate import (
+from jaxfl._support.checks import (
     GAUSSIAN,
     at_least_0,
     check_fraction,

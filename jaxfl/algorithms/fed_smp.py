@@ -6,7 +6,7 @@ import optax
 from jax import Array
 from jaxtyping import Key, UInt32
 
-from jaxfl._validate import GAUSSIAN, check_fraction, checked
+from jaxfl._support.checks import GAUSSIAN, check_fraction, checked
 from jaxfl.algorithms.fedavg import GradientRule, Penalty, dp_fedavg
 from jaxfl.local.masks import keep, number_sent, random_masks, sparsify
 from jaxfl.local.train import LocalSGD

@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int, Key
 
-from jaxfl._validate import check_array, check_counts, checked, count_from_0
+from jaxfl._support.checks import check_array, check_counts, checked, count_from_0
 from jaxfl.server import init_clients
 from jaxfl.types import Algorithm, ClientData, Params, Tree
 

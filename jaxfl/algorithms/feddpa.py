@@ -9,7 +9,7 @@ import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import (
+from jaxfl._support.checks import (
     GAUSSIAN,
     at_least_0,
     check_fraction,
@@ -22,7 +22,8 @@ from jaxfl.local.fisher import client_fisher, normalize_per_layer
 from jaxfl.local.masks import fisher_mask, merge
 from jaxfl.local.penalties import check_bound, distance, distance_to_bound, safe_norm
 from jaxfl.local.train import LocalSGD, LossTerm
-from jaxfl.privacy.accounting import calibrate, running_epsilon
+from jaxfl.privacy.accounting.calibration import calibrate
+from jaxfl.privacy.accounting.ledgers import running_epsilon
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.mechanisms.gaussian import noise_share
 from jaxfl.privacy.sampling import Poisson, Sampling

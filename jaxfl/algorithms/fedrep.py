@@ -11,7 +11,7 @@ import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import GAUSSIAN, checked, count_from_0, nonzero, show
+from jaxfl._support.checks import GAUSSIAN, checked, count_from_0, nonzero, show
 from jaxfl.local.train import LocalSGD, fit_head
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Sampling

@@ -7,7 +7,7 @@ import optax
 from jax import Array, lax
 from jaxtyping import Float, Key
 
-from jaxfl._validate import GAUSSIAN, checked
+from jaxfl._support.checks import GAUSSIAN, checked
 from jaxfl.algorithms.fedrep import start_parts
 from jaxfl.algorithms.ppsgd import added_head
 from jaxfl.algorithms.prior_corrected import classes_of, log_prior

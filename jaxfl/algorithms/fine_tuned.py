@@ -7,7 +7,7 @@ import optax
 from jax import Array
 from jaxtyping import Key
 
-from jaxfl._validate import check_layers, checked, not_empty
+from jaxfl._support.checks import check_layers, checked, not_empty
 from jaxfl.local.train import LocalSGD, fit_layers
 from jaxfl.types import Algorithm, ClientData, Params, Tree
 

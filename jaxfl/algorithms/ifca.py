@@ -8,7 +8,7 @@ import optax
 from jax import Array
 from jaxtyping import Bool, Float, Int, Key
 
-from jaxfl._validate import GAUSSIAN, check_count, checked
+from jaxfl._support.checks import GAUSSIAN, check_count, checked
 from jaxfl.local.sums import summed
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.mechanisms import Mechanism

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Key
 
-from jaxfl._validate import checked
+from jaxfl._support.checks import checked
 from jaxfl.algorithms.prior_corrected import check_trains_by_clients, classes_of, update_through
 from jaxfl.local.lanes import longest
 from jaxfl.local.sums import computed

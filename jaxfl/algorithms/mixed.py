@@ -12,7 +12,7 @@ import optax
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Key
 
-from jaxfl._validate import check_count, checked
+from jaxfl._support.checks import check_count, checked
 from jaxfl.local.sums import summed
 from jaxfl.local.train import LocalSGD
 from jaxfl.models.extended import extended

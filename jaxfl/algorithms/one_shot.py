@@ -15,7 +15,7 @@ from jax import Array
 from jax.extend import core
 from jaxtyping import Bool, Float, Key
 
-from jaxfl._validate import GAUSSIAN, checked, key_of
+from jaxfl._support.checks import GAUSSIAN, checked, key_of
 from jaxfl.local.sums import summed
 from jaxfl.local.train import check_head
 from jaxfl.privacy.mechanisms import Mechanism

@@ -10,7 +10,7 @@ import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import (
+from jaxfl._support.checks import (
     at_least_0,
     check_numbers,
     check_positive,
@@ -24,8 +24,8 @@ from jaxfl._validate import (
 from jaxfl.algorithms.fedavg import GradientRule, fedprox, sends_weights
 from jaxfl.local.penalties import proximal
 from jaxfl.local.train import LocalSGD
-from jaxfl.privacy.accountants import Accountant, failure_probability
-from jaxfl.privacy.accounting import calibrate, calibrate_upload
+from jaxfl.privacy.accounting.accountants import Accountant, failure_probability
+from jaxfl.privacy.accounting.calibration import calibrate, calibrate_upload
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Full, Sampling

@@ -12,7 +12,7 @@ import optax
 from jax import Array
 from jaxtyping import Float
 
-from jaxfl._validate import (
+from jaxfl._support.checks import (
     check_fraction,
     check_numbers,
     checked,
@@ -23,12 +23,12 @@ from jaxfl._validate import (
 from jaxfl.algorithms.fedavg import GradientRule, Penalty, fedavg, sends_weights
 from jaxfl.algorithms.padpfl import nbafl_noise, sound_noise, sound_upload_noise
 from jaxfl.local.train import LocalSGD
-from jaxfl.privacy.accountants import Accountant, failure_probability, round_down
-from jaxfl.privacy.accounting import calibrate_examples
+from jaxfl.privacy.accounting.accountants import Accountant, failure_probability, round_down
+from jaxfl.privacy.accounting.calibration import calibrate_examples
+from jaxfl.privacy.accounting.observers import Observer, View
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.mechanisms.gaussian import RoundNumbers, Total
-from jaxfl.privacy.observers import Observer, View
 from jaxfl.privacy.sampling import Full, Sampling
 from jaxfl.server import Server
 from jaxfl.types import Algorithm, Ledger, Model, Terms, Tree

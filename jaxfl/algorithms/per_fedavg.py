@@ -9,7 +9,7 @@ import optax
 from jax import Array, lax
 from jaxtyping import Float, Key
 
-from jaxfl._validate import GAUSSIAN, at_least_0, checked
+from jaxfl._support.checks import GAUSSIAN, at_least_0, checked
 from jaxfl.algorithms.fedavg import dp_fedavg
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.sampling import Full, Sampling

@@ -8,7 +8,7 @@ import optax
 from jax import Array, lax
 from jaxtyping import Float, Int, Key
 
-from jaxfl._validate import GAUSSIAN, checked
+from jaxfl._support.checks import GAUSSIAN, checked
 from jaxfl.algorithms.fedavg import dp_fedavg, keeps_models
 from jaxfl.local.penalties import proximal
 from jaxfl.local.train import GradientFn, LocalSGD, decayed

@@ -10,7 +10,7 @@ import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import (
+from jaxfl._support.checks import (
     GAUSSIAN,
     at_least_0,
     checked,

@@ -6,7 +6,7 @@ import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import GAUSSIAN, at_least_0, checked, count_from_0
+from jaxfl._support.checks import GAUSSIAN, at_least_0, checked, count_from_0
 from jaxfl.algorithms.fedrep import PUBLISHED, Parts, centaur, split_head, start_parts
 from jaxfl.local.train import LocalSGD, check_head
 from jaxfl.privacy.mechanisms import Mechanism

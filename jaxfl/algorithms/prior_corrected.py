@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import at_least_0, check_fraction, checked, nonzero
+from jaxfl._support.checks import at_least_0, check_fraction, checked, nonzero
 from jaxfl.models.extended import extended, outputs_of
 from jaxfl.privacy.clip import clip
 from jaxfl.privacy.mechanisms import BandedNoise, BLTNoise, Extrapolated, Mechanism

@@ -9,7 +9,7 @@ import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import GAUSSIAN, checked
+from jaxfl._support.checks import GAUSSIAN, checked
 from jaxfl.algorithms.fedavg import dp_fedavg
 from jaxfl.local.train import GradientFn, LocalSGD
 from jaxfl.privacy.sampling import Full, Sampling

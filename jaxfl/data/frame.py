@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
 
-from jaxfl._validate import check_fraction, check_numbers, checked, count_from_0, show
+from jaxfl._support.checks import check_fraction, check_numbers, checked, count_from_0, show
 from jaxfl.data.load import Dataset, check_owners, from_arrays
 from jaxfl.data.owners import places
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxfl._validate import checked, show
+from jaxfl._support.checks import checked, show
 from jaxfl.data.load import Dataset, check_owners, from_arrays
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Shaped
 
-from jaxfl._validate import check_path, checked, show
+from jaxfl._support.checks import check_path, checked, show
 from jaxfl.data.load import Dataset, from_arrays
 
 LEAF_CHARACTERS = (

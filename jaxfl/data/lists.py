@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Shaped
 
-from jaxfl._validate import check_array, check_count, checked, not_empty, show
+from jaxfl._support.checks import check_array, check_count, checked, not_empty, show
 from jaxfl.data.load import Dataset, check_owners, check_targets, from_arrays
 from jaxfl.data.owners import places
 

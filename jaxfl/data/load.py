@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float32, Int32, Integer, Shaped
 
-from jaxfl._validate import check_array, check_choice, check_path, checked, show
-from jaxfl.files import cache_folder, opened, replacing
+from jaxfl._support.checks import check_array, check_choice, check_path, checked, show
+from jaxfl._support.files import cache_folder, opened, replacing
 
 EMNIST = tuple(
     f"emnist/{config}"

@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from jaxfl._validate import check_count, checked, show
+from jaxfl._support.checks import check_count, checked, show
 from jaxfl.data.encoder import Encoder
 from jaxfl.types import Params
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Shaped
 
-from jaxfl._validate import checked, not_empty
+from jaxfl._support.checks import checked, not_empty
 from jaxfl.data.load import check_owners
 from jaxfl.data.partition import Partition, lists_of
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias, overload
 import numpy as np
 from jaxtyping import Float, Int, Int32, Shaped
 
-from jaxfl._validate import (
+from jaxfl._support.checks import (
     check_arrays,
     check_count,
     check_counts,

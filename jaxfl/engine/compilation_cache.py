@@ -17,7 +17,7 @@ from pathlib import Path
 
 import jax
 
-from jaxfl import files
+from jaxfl._support import files
 
 _LOG = logging.getLogger("jaxfl")
 

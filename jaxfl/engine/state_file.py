@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import Int, UInt8, UInt32
 
-from jaxfl import files
+from jaxfl._support import files
 from jaxfl.types import Tree
 
 ROWS = "rows.bin"

@@ -27,7 +27,7 @@ from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Float, Int, Key, Shaped
 
-from jaxfl._validate import check_choice, check_count, check_key, checked
+from jaxfl._support.checks import check_choice, check_count, check_key, checked
 from jaxfl.local.lanes import longest
 from jaxfl.types import ClientData, Model, Params
 

@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Bool, Float, Int, Key
 
-from jaxfl._validate import traced
+from jaxfl._support.checks import traced
 from jaxfl.types import Number, Params, Tree
 
 

@@ -8,7 +8,7 @@ import optax
 from jax import Array
 from jaxtyping import Float
 
-from jaxfl._validate import nonzero, traced
+from jaxfl._support.checks import nonzero, traced
 from jaxfl.types import Number, Tree
 
 

@@ -15,7 +15,7 @@ import optax.contrib
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Key
 
-from jaxfl._validate import check_key, checked, count_from_0
+from jaxfl._support.checks import check_key, checked, count_from_0
 from jaxfl.local.lanes import begin, hold, longest
 from jaxfl.local.masks import keep
 from jaxfl.local.sums import computed

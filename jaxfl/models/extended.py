@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Key
 
-from jaxfl._validate import key_of
+from jaxfl._support.checks import key_of
+from jaxfl._support.recipes import valid_recipe
 from jaxfl.models.wrap import with_either
-from jaxfl.recipes import valid_recipe
 from jaxfl.types import Model, Params, Tree
 
 

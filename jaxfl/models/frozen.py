@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfl._validate import check_layers, checked, key_of, show
-from jaxfl.recipes import with_recipe
+from jaxfl._support.checks import check_layers, checked, key_of, show
+from jaxfl._support.recipes import with_recipe
 from jaxfl.types import Model, Params, Tree
 
 

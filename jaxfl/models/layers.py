@@ -16,7 +16,7 @@ A convolution has six forms, which load the same parameters:
   The four places of a pooling window are channels. This takes ((k + 1) / k)^2 times the
   operations, at a quarter of the positions, each with four times the channels.
 - "pallas": for few channels on GPUs. A float32 layer with ReLU and pooling is one kernel each way
-  (`_fused`), and any other layer is "grouped". It supports reverse mode only. Other devices
+  (`kernels.fused`), and any other layer is "grouped". It supports reverse mode only. Other devices
   interpret the kernel, which is slow. The first layer may read bytes without a conversion.
 
 A group normalisation has two implementations. The forms "winograd" and "im2col" take a batch-minor
@@ -38,9 +38,9 @@ from jax import Array, lax
 from jaxtyping import Float, Shaped
 
 from jaxfl.backend import Form
-from jaxfl.models._convolution import ConvolutionOptions, convolve
-from jaxfl.models._group_norm import NormOptions, group_means, normalize
-from jaxfl.models._plain import (
+from jaxfl.models.kernels.convolution import ConvolutionOptions, convolve
+from jaxfl.models.kernels.group_norm import NormOptions, group_means, normalize
+from jaxfl.models.kernels.plain import (
     PlainOptions,
     convolve_grouped,
     convolve_plain,
@@ -53,7 +53,7 @@ PLAIN: tuple[Form, ...] = ("lax", "grouped", "blocks", "pallas")
 """Forms that compute layers by JAX's own operations wherever no fused kernel applies."""
 
 LARGEST_FUSED = 9
-"""Largest side of a kernel that `_fused` takes, because it sizes the margins of the maps."""
+"""Largest side of a kernel that `kernels.fused` takes, because it sizes the margins of the maps."""
 
 # PyTorch's default: kernels and biases are uniform in +-1/sqrt(fan_in).
 _kernel_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -108,11 +108,11 @@ class Convolution(nn.Module):
         stride: 1, or 2 without pooling.
         bias: whether to add a bias.
         pairs: whether the input has pairs of neighbouring columns as channels, which
-            `_convolution.to_pairs` makes. Pairs need the form "winograd" or "im2col", an odd
+            `kernels.convolution.to_pairs` makes. Pairs need the form "winograd" or "im2col", an odd
             `size`, no padding, and pooling.
         parts: the number of groups into which a fused layer sorts its pooled columns, by the
             remainder of their index. The next fused layer reads them in that order (see
-            `_fused.convolve_pooled`). 1 keeps the columns' order.
+            `kernels.fused.convolve_pooled`). 1 keeps the columns' order.
         form: how the layer is computed (see the module's docstring).
         sum_grad_squared: whether gradients are sums of squared per-example gradients (see the
             module's docstring).
@@ -132,7 +132,7 @@ class Convolution(nn.Module):
 
     @property
     def fused(self) -> bool:
-        """Whether a float32 layer of these options is one kernel of `_fused`."""
+        """Whether a float32 layer of these options is one kernel of `kernels.fused`."""
         pooled = self.relu and self.pool and self.stride == 1 and self.size <= LARGEST_FUSED
         return self.form == "pallas" and pooled and not self.sum_grad_squared
 
@@ -140,7 +140,7 @@ class Convolution(nn.Module):
     def __call__(self, x: Any) -> Any:
         """Return maps [features, H2, W2, B] of maps [channels, H, W, B].
 
-        Fused layers exchange `_fused.Maps` instead of arrays.
+        Fused layers exchange `kernels.fused.Maps` instead of arrays.
         """
         channels = x.shape[0] // 2 if self.pairs else x.shape[0]
         padding = self.padding
@@ -161,7 +161,7 @@ class Convolution(nn.Module):
         if self.form in PLAIN and not self.sum_grad_squared:
             if fused:
                 # Pallas takes long to import.
-                from jaxfl.models._fused import convolve_pooled
+                from jaxfl.models.kernels.fused import convolve_pooled
 
                 return convolve_pooled(x, kernel, bias, padding, self.parts)
             if self.form == "blocks" and self.pool:

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from jaxfl._validate import check_count, check_layers, check_positive, checked, key_of
+from jaxfl._support.checks import check_count, check_layers, check_positive, checked, key_of
+from jaxfl._support.recipes import with_recipe
 from jaxfl.models.frozen import check_params, layers_of, rebuilt
 from jaxfl.models.layers import Dense, FirstAxisDense
 from jaxfl.models.wrap import with_either
-from jaxfl.recipes import with_recipe
 from jaxfl.types import Model, Params, Tree
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxfl._validate import checked
+from jaxfl._support.checks import checked
 from jaxfl.data.minilm import LAYERS, PADDING, VOCABULARY, WIDTH, Embeddings, Layer, minilm_weights
 from jaxfl.models.layers import Classifier
 from jaxfl.models.wrap import from_flax

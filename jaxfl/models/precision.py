@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxfl._validate import checked
-from jaxfl.recipes import with_recipe
+from jaxfl._support.checks import checked
+from jaxfl._support.recipes import with_recipe
 from jaxfl.types import Model
 
 Precision = Literal["float32", "tf32", "bfloat16"]

@@ -17,16 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfl import tasks
-from jaxfl._validate import check_count, check_path, checked, count_from_0, key_of, show
-from jaxfl.files import kind, replacing
-from jaxfl.lazy import safetensors, safetensors_numpy
+from jaxfl._support.checks import check_count, check_path, checked, count_from_0, key_of, show
+from jaxfl._support.files import kind, replacing
+from jaxfl._support.lazy import safetensors, safetensors_numpy
+from jaxfl._support.recipes import valid_recipe
 from jaxfl.models.frozen import frozen
 from jaxfl.models.lora import lora
 from jaxfl.models.precision import with_precision
 from jaxfl.models.text import gru, transformer
 from jaxfl.models.trained import TrainedModel
 from jaxfl.models.zoo import digits_cnn, feddpa_cnn, lenet, lenet_groupnorm, mlp, resnet20
-from jaxfl.recipes import valid_recipe
 from jaxfl.tasks import Task
 from jaxfl.types import Model, Params, Tree
 

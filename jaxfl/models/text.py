@@ -15,10 +15,10 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, Shaped
 
-from jaxfl._validate import checked
+from jaxfl._support.checks import checked
+from jaxfl._support.recipes import with_recipe
 from jaxfl.models.layers import Classifier, FirstAxisDense
 from jaxfl.models.wrap import from_flax
-from jaxfl.recipes import with_recipe
 from jaxfl.tasks import classification, next_token
 from jaxfl.types import Model
 

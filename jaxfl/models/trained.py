@@ -12,8 +12,8 @@ from jax import Array
 from jaxtyping import Shaped
 
 from jaxfl.data.load import check_inputs
-from jaxfl.models._tables import check_table_rows
 from jaxfl.models.frozen import given
+from jaxfl.models.tables import check_table_rows
 from jaxfl.types import Model, Params, Tree
 
 _BATCH = 256

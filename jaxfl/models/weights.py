@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfl._validate import checked, show
+from jaxfl._support.checks import checked, show
+from jaxfl._support.recipes import valid_recipe
 from jaxfl.models.frozen import check_params
-from jaxfl.recipes import valid_recipe
 from jaxfl.types import Model, Params
 
 

@@ -14,12 +14,12 @@ from jax import Array
 from jax.extend import core
 from jaxtyping import Shaped
 
-from jaxfl._validate import check_counts, check_layers, checked, key_of, show
+from jaxfl._support.checks import check_counts, check_layers, checked, key_of, show
+from jaxfl._support.lazy import nnx
 from jaxfl.backend import Form
-from jaxfl.lazy import nnx
-from jaxfl.models._rewrite import in_form
-from jaxfl.models._tables import tables_of
 from jaxfl.models.layers import as_floats
+from jaxfl.models.rewrite import in_form
+from jaxfl.models.tables import tables_of
 from jaxfl.models.zoo import depth_order
 from jaxfl.tasks import Task, classification
 from jaxfl.types import Model, Params

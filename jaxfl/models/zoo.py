@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Shaped
 
-from jaxfl._validate import check_choice, check_counts, checked, key_of, show
+from jaxfl._support.checks import check_choice, check_counts, checked, key_of, show
+from jaxfl._support.recipes import with_recipe
 from jaxfl.backend import Form, Network, backend
-from jaxfl.models._convolution import to_pairs
+from jaxfl.models.kernels.convolution import to_pairs
 from jaxfl.models.layers import Classifier, Convolution, Dense, GroupNorm, as_floats
-from jaxfl.recipes import with_recipe
 from jaxfl.types import Model
 
 Shape = tuple[int, int, int]

@@ -1,13 +1,8 @@
 """Clipping, noise, sampling, mechanisms, accounting and statements of privacy."""
 
-from jaxfl.privacy.accounting import (
-    calibrate,
-    calibrate_examples,
-    calibrate_upload,
-    epsilon,
-    example_epsilon,
-    planned_ledger,
-)
+from jaxfl.privacy.accounting.calibration import calibrate, calibrate_examples, calibrate_upload
+from jaxfl.privacy.accounting.ledgers import epsilon, example_epsilon, planned_ledger
+from jaxfl.privacy.accounting.planning import largest_cohort, most_rounds, plan
 from jaxfl.privacy.audit import Canaries
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.dropouts import Dropouts
@@ -26,7 +21,6 @@ from jaxfl.privacy.mechanisms import (
     TrimmedMean,
     blt,
 )
-from jaxfl.privacy.planning import largest_cohort, most_rounds, plan
 from jaxfl.privacy.sampling import (
     BallsInBins,
     CyclicPoisson,

@@ -40,8 +40,8 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int, Key, UInt32
 
-from jaxfl._validate import check_count, checked, traced
-from jaxfl.lazy import dp_accounting
+from jaxfl._support.checks import check_count, checked, traced
+from jaxfl._support.lazy import dp_accounting
 from jaxfl.privacy.mechanisms.gaussian import Cohort, Mechanism, Total
 from jaxfl.privacy.noise import CANARY, derive, single
 from jaxfl.privacy.sampling import Sampling

@@ -8,7 +8,7 @@ import optax
 from jax import Array, lax
 from jaxtyping import Float, UInt32
 
-from jaxfl._validate import traced
+from jaxfl._support.checks import traced
 from jaxfl.types import Number, Tree
 
 

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 from jaxtyping import Float, Float64, Int, Key
 
-from jaxfl._validate import (
+from jaxfl._support.checks import (
     check_fraction,
     check_noise,
     check_numbers,

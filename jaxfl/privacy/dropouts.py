@@ -7,10 +7,10 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int, Key
 
-from jaxfl._validate import check_numbers, checked, show
+from jaxfl._support.checks import check_numbers, checked, show
+from jaxfl.privacy.accounting.observers import SumNoise, View
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.noise import DROPOUT, derive
-from jaxfl.privacy.observers import SumNoise, View
 from jaxfl.privacy.sampling import Sampling, coins
 
 

@@ -16,7 +16,7 @@ from jax import Array
 from jax.sharding import Mesh
 from jaxtyping import Float, Key
 
-from jaxfl._validate import traced
+from jaxfl._support.checks import traced
 from jaxfl.privacy.clip import round_within
 from jaxfl.privacy.noise import STEPS, add_gaussian, add_grid_noise
 from jaxfl.privacy.sums import add, narrow, widen

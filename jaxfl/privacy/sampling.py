@@ -11,10 +11,17 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int, Key
 
-from jaxfl._validate import check_count, check_fraction, checked, traced
-from jaxfl.privacy import accountants
+from jaxfl._support.checks import check_count, check_fraction, checked, traced
+from jaxfl.privacy.accounting import accountants
+from jaxfl.privacy.accounting.observers import (
+    ROUNDING,
+    Amplified,
+    SumNoise,
+    View,
+    multiplier,
+    plain_view,
+)
 from jaxfl.privacy.noise import random_bits
-from jaxfl.privacy.observers import ROUNDING, Amplified, SumNoise, View, multiplier, plain_view
 from jaxfl.types import Number
 
 

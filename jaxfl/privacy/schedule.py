@@ -13,11 +13,11 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from jaxfl._validate import at_least_0, check_fraction, check_numbers, checked, probability
-from jaxfl.lazy import dp_accounting
-from jaxfl.privacy.accountants import Accountant, failure_probability
-from jaxfl.privacy.accounting import calibrate
-from jaxfl.privacy.observers import ROUNDING
+from jaxfl._support.checks import at_least_0, check_fraction, check_numbers, checked, probability
+from jaxfl._support.lazy import dp_accounting
+from jaxfl.privacy.accounting.accountants import Accountant, failure_probability
+from jaxfl.privacy.accounting.calibration import calibrate
+from jaxfl.privacy.accounting.observers import ROUNDING
 from jaxfl.privacy.sampling import Sampling
 
 

@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from jaxfl._validate import checked, show
-from jaxfl.privacy.accountants import Accountant, default_delta, failure_probability
-from jaxfl.privacy.accounting import (
+from jaxfl._support.checks import checked, show
+from jaxfl.privacy.accounting.accountants import Accountant, default_delta, failure_probability
+from jaxfl.privacy.accounting.ledgers import (
     BOTH,
     Epsilon,
     check_ledger,
@@ -21,9 +21,9 @@ from jaxfl.privacy.accounting import (
     no_epsilon,
     tightest,
 )
+from jaxfl.privacy.accounting.observers import Observer
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
-from jaxfl.privacy.observers import Observer
 from jaxfl.types import Ledger, Terms
 
 Randomness = Literal["seed", "secret"]
@@ -143,7 +143,7 @@ def privacy_statement(
         paired: Whether the run is a point of a sweep whose points share their cohorts and noise.
         stateful: Whether clients keep a state from one round to the next (see `epsilon`).
 
-    >>> from jaxfl.privacy.accounting import planned_ledger
+    >>> from jaxfl.privacy.accounting.ledgers import planned_ledger
     >>> mechanism = Mechanism(clip=1.0, noise_multiplier=10.0)
     >>> statement = privacy_statement(planned_ledger(mechanism, 4, 100), mechanism, 4)
     >>> sums = statement["honest"]["aggregate"]
@@ -280,7 +280,7 @@ def format_statement(statement: dict[str, Any], *, markdown: bool = False) -> st
         markdown: Whether to format for a document. Lines are then not wrapped, and what Markdown
             would read as markup is escaped.
 
-    >>> from jaxfl.privacy.accounting import planned_ledger
+    >>> from jaxfl.privacy.accounting.ledgers import planned_ledger
     >>> mechanism = Mechanism(clip=1.0, noise_multiplier=10.0)
     >>> terms = Terms(claim=(1.0, "one round's epsilon"))
     >>> statement = privacy_statement(planned_ledger(mechanism, 4, 100), mechanism, 4, terms=terms)

@@ -9,7 +9,7 @@ import optax
 from jax import Array, lax
 from jaxtyping import Float, Int, Key
 
-from jaxfl._validate import checked
+from jaxfl._support.checks import checked
 from jaxfl.data.clients import shard
 from jaxfl.engine.mesh import by_capacity, capacities_of, data_of
 from jaxfl.privacy.clip import clip

@@ -12,18 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfl._validate import check_instance, key_of, show
+from jaxfl._support.checks import check_instance, key_of, show
 from jaxfl.engine.chunk import out_of_memory
 from jaxfl.engine.evaluate import summarize
 from jaxfl.engine.program import Points, over_points
-from jaxfl.privacy.accounting import calibrate
+from jaxfl.privacy.accounting.calibration import calibrate
 from jaxfl.privacy.dropouts import with_dropouts
 from jaxfl.privacy.mechanisms import Mechanism
+from jaxfl.run.bars import SharedBar
 from jaxfl.run.candidates import Candidate, is_json_value, texts_of
 from jaxfl.run.check import check_algorithm, check_evaluation, check_mechanism
 from jaxfl.run.evaluate import scores_of
 from jaxfl.run.recorder import Result
-from jaxfl.run.report import SharedBar
 from jaxfl.run.simulate import names_of_points, noisy, sweep
 from jaxfl.types import Algorithm, Clients
 

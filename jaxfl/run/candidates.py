@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import scipy
 
-from jaxfl._validate import (
+from jaxfl._support.checks import (
     check_array,
     check_callable,
     check_count,
@@ -22,8 +22,8 @@ from jaxfl._validate import (
     plain,
     show,
 )
+from jaxfl.report.layout import FILES
 from jaxfl.run.check import check_columns, check_values
-from jaxfl.run.report import FILES
 from jaxfl.types import Algorithm
 
 

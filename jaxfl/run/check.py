@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Key
 
-from jaxfl._validate import (
+from jaxfl._support.checks import (
     Check,
     check_array,
     check_callable,
@@ -23,7 +23,7 @@ from jaxfl._validate import (
 )
 from jaxfl.data.load import check_inputs, check_targets
 from jaxfl.local.train import restarted
-from jaxfl.models._tables import check_table_rows
+from jaxfl.models.tables import check_table_rows
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.tasks import Task

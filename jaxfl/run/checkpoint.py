@@ -12,10 +12,11 @@ from typing import Any
 
 import jax
 
+from jaxfl._support.files import is_regular, kind, opened, read, write_json
+from jaxfl._support.lazy import orbax as ocp
 from jaxfl.engine import processes
 from jaxfl.engine.state_file import DamagedError
-from jaxfl.files import is_regular, kind, opened, read, write_json
-from jaxfl.lazy import orbax as ocp
+from jaxfl.report.layout import checkpoints
 from jaxfl.run.fingerprint import Facts, differences, how_to_resume
 from jaxfl.run.recorder import EvaluationSchedule
 from jaxfl.types import Tree
@@ -32,9 +33,6 @@ _CHECKPOINT_NAMES = re.compile(
 
 _UNREADABLE = ("[", "]", "\\")
 """Characters in a path that the library for checkpoints interprets in another way."""
-
-_ROUNDS = re.compile("[1-9][0-9]{0,17}")
-"""Names of checkpoints: the number of rounds after which they were made."""
 
 _SHOWN = 3
 """Number of damaged checkpoints that a message names."""
@@ -249,18 +247,6 @@ class Checkpoints:
 def _lengths(plan: EvaluationSchedule) -> Facts:
     """Return the facts of a plan, which may differ only if a run is extended."""
     return {"rounds": plan.rounds, "evaluations": plan.evaluations}
-
-
-def checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Return the folders of checkpoints in a folder, the newest last, without links."""
-    if kind(folder) != "a folder":
-        return []
-    found = [
-        path
-        for path in folder.iterdir()
-        if _ROUNDS.fullmatch(path.name) and kind(path) == "a folder"
-    ]
-    return sorted(found, key=lambda path: int(path.name))
 
 
 def _unfinished(attempt: int) -> str:

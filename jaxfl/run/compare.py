@@ -11,17 +11,18 @@ from typing import Any, NamedTuple, Unpack
 import jax
 import numpy as np
 
-from jaxfl._validate import check_fraction, check_seeds, checked, count_from_0, show
+from jaxfl._support.checks import check_fraction, check_seeds, checked, count_from_0, show
 from jaxfl.data.clients import hold_out, leave_out
-from jaxfl.privacy.accounting import check_budget
+from jaxfl.privacy.accounting.calibration import check_budget
+from jaxfl.report.comparison import ALL_DROPPED, Comparison, Row
+from jaxfl.report.layout import COMPARISON
+from jaxfl.report.page import write_report
+from jaxfl.run.bars import SharedBar, shared_bar
 from jaxfl.run.candidate_runs import CandidateRuns, Split, common_task, prepared_runs
 from jaxfl.run.candidates import Candidate, check_methods
 from jaxfl.run.check import check_clients
-from jaxfl.run.comparison import ALL_DROPPED, Comparison, Row
 from jaxfl.run.flags import under_own_flags
-from jaxfl.run.page import write_report
 from jaxfl.run.recorder import Result
-from jaxfl.run.report import COMPARISON, SharedBar, shared_bar
 from jaxfl.run.simulate import CHECKS, RunOptions
 from jaxfl.types import Clients
 

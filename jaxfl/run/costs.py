@@ -17,7 +17,7 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 from jaxtyping import Float
 
-from jaxfl._validate import (
+from jaxfl._support.checks import (
     at_least_0,
     check_instance,
     check_numbers,
@@ -28,7 +28,7 @@ from jaxfl._validate import (
 )
 from jaxfl.privacy.dropouts import Dropouts
 from jaxfl.privacy.mechanisms.gaussian import Participant
-from jaxfl.run import plots
+from jaxfl.report import plots
 from jaxfl.run.check import check_clients, given_to_client
 from jaxfl.run.flags import under_own_flags
 from jaxfl.run.recorder import Result

@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Key
 
-from jaxfl._validate import check_count, checked, key_of
+from jaxfl._support.checks import check_count, checked, key_of
 from jaxfl.backend import of_devices
 from jaxfl.data.clients import check_data
 from jaxfl.data.load import Dataset

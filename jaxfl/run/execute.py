@@ -15,10 +15,12 @@ from jaxfl.engine.program import Points
 from jaxfl.engine.resident import Resident
 from jaxfl.engine.round import Keys
 from jaxfl.engine.streamed import Stream
-from jaxfl.run import report, signals
+from jaxfl.report import layout
+from jaxfl.run import bars, signals
 from jaxfl.run.central import Central
 from jaxfl.run.checkpoint import Checkpoints
 from jaxfl.run.costs import traffic_by_point
+from jaxfl.run.folder import check_names, clear
 from jaxfl.run.followers import Bar, Callbacks, Health, Saver
 from jaxfl.run.health import Watch
 from jaxfl.run.lock import Lock
@@ -52,7 +54,7 @@ def execute(
     if loop.restored and loop.checkpoints is not None:
         what_follows = "nothing is computed" if loop.finished else "resuming"
         read = f"round {loop.done} of {settings.rounds} read from {loop.checkpoints.newest()}"
-        report.tell(f"{plan.name}: {read}; {what_follows}", shown)
+        bars.tell(f"{plan.name}: {read}; {what_follows}", shown)
     with entered(callbacks):
         return _finish(loop, callbacks, shown)
 
@@ -68,7 +70,7 @@ def _finish(loop: Loop, callbacks: Sequence[Callback], shown: bool) -> list[Resu
         public=settings.report == "public",
         central=settings.central is not None,
     )
-    bar = report.progress_bar(plan.name, settings.rounds, shown and not loop.finished, loop.done)
+    bar = bars.progress_bar(plan.name, settings.rounds, shown and not loop.finished, loop.done)
     try:
         with bar as update, signals.deferred() as asked:
             followers = [Health(watch), Callbacks(callbacks), Bar(update), Saver()]
@@ -93,10 +95,10 @@ def _prepare(plan: RunPlan, lock: Lock, folders: Sequence[pathlib.Path | None]) 
     if lock.folder is None:
         return
     lock.folder.mkdir(parents=True, exist_ok=True)
-    report.check_names(lock.folder, [path for path in folders if path is not None])
+    check_names(lock.folder, [path for path in folders if path is not None])
     if plan.settings.resume == "never":
         lock.take(shared=False)
-        report.clear(lock.folder, plan.points is not None)
+        clear(lock.folder, plan.points is not None)
 
 
 def _begun(plan: RunPlan, lock: Lock, folders: Sequence[pathlib.Path | None]) -> Loop:
@@ -124,7 +126,7 @@ def _begun(plan: RunPlan, lock: Lock, folders: Sequence[pathlib.Path | None]) ->
     processes.agree({name: json.dumps(fact) for name, fact in shared.items()})
     if folder is None:
         return Loop(plan, engine, journals, None, central)
-    checkpoints = Checkpoints(folder / report.CHECKPOINTS, facts, schedule)
+    checkpoints = Checkpoints(folder / layout.CHECKPOINTS, facts, schedule)
     loop = Loop(plan, engine, journals, checkpoints, central)
     if settings.resume == "never":
         checkpoints.clear()
@@ -144,7 +146,7 @@ def _engine(plan: RunPlan, keys: Keys, folder: pathlib.Path | None) -> Engine:
     chunk = settings.first_chunk
     if isinstance(method, Points) or settings.states == "device":
         return Resident(init_key, keys, method, plan.clients, devices, chunk, SEGMENT_ROUNDS)
-    states = None if folder is None else folder / report.STATES
+    states = None if folder is None else folder / layout.STATES
     return Stream(init_key, keys, method, plan.clients, devices, chunk, states)
 
 

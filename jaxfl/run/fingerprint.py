@@ -22,6 +22,7 @@ from jaxfl.backend import backend
 from jaxfl.data.clients import packed
 from jaxfl.engine.memo import first_made, key_of_method, remembered
 from jaxfl.engine.program import Points, over_points
+from jaxfl.report.facts import in_words
 from jaxfl.types import Algorithm, Clients, Model, Terms, Tree
 
 _HASHED_FUNCTIONS = ("init", "client_update", "server_update", "personalize")
@@ -32,31 +33,6 @@ _CONSTANTS = "constants"
 
 _PROGRAMS = (_CONSTANTS, "round", "evaluation")
 """Hashes that follow from others. Messages name them only if nothing else differs."""
-
-_WORDS = {
-    "init": "the start (weights of the model, or first states)",
-    "client_update": (
-        "the clients' update (optimizer, learning rate, batch, epochs, penalty or model)"
-    ),
-    "server_update": "the server's update (its optimizer)",
-    "personalize": "`personalize`, whose weights are evaluated",
-    _CONSTANTS: "arrays that the method's functions hold",
-    "round": "the engine's round (sampling, clipping, noise)",
-    "evaluation": "the evaluation",
-    "clients.inputs": "inputs",
-    "clients.labels": "labels",
-    "clients.train": "the partition (rows of training examples)",
-    "clients.train_size": "the clients' numbers of training examples",
-    "clients.test": "rows of test examples",
-    "clients.test_size": "the clients' numbers of test examples",
-    "central.inputs": "inputs of the central test set",
-    "central.labels": "labels of the central test set",
-    "model.frozen": "the model's frozen weights",
-    "keep": "the model that is kept (`keep`)",
-    "noise_key": "the secret key of the noise",
-    "cohort_key": "the cohorts of the points",
-}
-"""Facts in words, for messages and reports. Folders hold the codes, so that words may change."""
 
 _VERSIONED_PACKAGES = ("jaxfl", "jax", "jaxlib")
 """Packages whose version affects results."""
@@ -75,19 +51,6 @@ _NAMES = ("name", "debug_info")
 
 Facts = dict[str, Any]
 """JSON values by their codes, which are stable. A hash is `{"sha256": ...}`."""
-
-
-def in_words(code: str) -> str:
-    """Return the meaning of a fact's code.
-
-    >>> in_words("clients.labels"), in_words("values.clip"), in_words("point.2.mechanism.clip")
-    ('labels', 'values of clip', 'point 2: mechanism.clip')
-    """
-    if point := re.fullmatch(r"point\.(\d+)\.(.*)", code):
-        return f"point {point[1]}: {in_words(point[2])}"
-    if values := re.fullmatch(r"values\.(.*)", code):
-        return f"values of {values[1]}"
-    return _WORDS.get(code, code)
 
 
 def marked(method: Any) -> Any:

@@ -9,7 +9,7 @@ import jax
 from jaxfl.callbacks import Callback, EpsilonBudget, ask
 from jaxfl.engine import processes
 from jaxfl.engine.evaluate import PerClient
-from jaxfl.run import report
+from jaxfl.run import bars
 from jaxfl.run.health import Watch
 from jaxfl.run.loop import Follower, Loop
 
@@ -87,10 +87,10 @@ class Bar(Follower):
     """Progress bar of a run.
 
     Args:
-        update: Function that moves the bar (see `report.Update`).
+        update: Function that moves the bar (see `bars.Update`).
     """
 
-    def __init__(self, update: report.Update) -> None:
+    def __init__(self, update: bars.Update) -> None:
         self.update = update
         self._rate = math.nan
 
@@ -113,7 +113,7 @@ class Bar(Follower):
             headline = loop.journals[0].task.headline
             if score := _as_range([row[headline] for row in rows]):
                 figures.append(f"{headline} {score}")
-            figures.append(report.shown_epsilon(rows))
+            figures.append(bars.shown_epsilon(rows))
         digits = 0 if self._rate >= 10 else 1
         figures.append(f"{self._rate:,.{digits}f} clients/s")
         if loop.program is not None:

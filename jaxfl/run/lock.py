@@ -11,8 +11,8 @@ import pathlib
 import re
 import socket
 
+from jaxfl._support.files import IrregularError, open_regular
 from jaxfl.engine import processes
-from jaxfl.files import IrregularError, open_regular
 
 try:
     import fcntl

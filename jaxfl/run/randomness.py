@@ -16,11 +16,12 @@ import numpy as np
 from jax import Array
 from jaxtyping import Key, UInt32
 
-from jaxfl import files
+from jaxfl._support import files
 from jaxfl.engine import processes
 from jaxfl.engine.round import Keys
 from jaxfl.privacy.noise import derive
-from jaxfl.run import fingerprint, report
+from jaxfl.report import layout
+from jaxfl.run import fingerprint
 
 _BYTES = 16
 """Bytes of the secret bits of one run."""
@@ -62,7 +63,7 @@ class Streams(NamedTuple):
             count = 1
         else:
             count = key.size
-        path = None if folder is None else folder / report.NOISE_KEY
+        path = None if folder is None else folder / layout.NOISE_KEY
         return SecretBits(count, path)
 
     def keys(self, key: Key[Array, "*P"], bits: "SecretBits") -> Keys:

@@ -10,13 +10,13 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from jaxfl import files
-from jaxfl._validate import check_path
+from jaxfl._support import files
+from jaxfl._support.checks import check_path
 from jaxfl.engine.evaluate import PerClient, summarize
 from jaxfl.engine.round import Records
 from jaxfl.models.saved import save_models
 from jaxfl.models.trained import TrainedModel
-from jaxfl.privacy.accounting import first_rounds, planned_ledger, running_epsilon
+from jaxfl.privacy.accounting.ledgers import first_rounds, planned_ledger, running_epsilon
 from jaxfl.privacy.audit import Scores, audit_report, guesses_of
 from jaxfl.privacy.statement import (
     privacy_statement,
@@ -25,7 +25,7 @@ from jaxfl.privacy.statement import (
     with_choice,
     without_clients,
 )
-from jaxfl.run import plots, report
+from jaxfl.report import layout, plots
 from jaxfl.run.health import remedy
 from jaxfl.run.trained import (
     PERSONAL_MODELS,
@@ -295,7 +295,7 @@ class Journal:
             self.recorded.central[name][index] = value
         self.metrics.append(self._row(index))
         if self.folder is not None:
-            self._keep(self.folder / report.METRICS)
+            self._keep(self.folder / layout.METRICS)
 
     def _keep(self, path: pathlib.Path) -> None:
         """Append the last row to the file, or write all rows if this journal wrote no such file."""
@@ -364,7 +364,7 @@ class Journal:
         if self.folder is not None:
             self._write(self.folder, history, ledger, statement)
             if canaries is not None:
-                files.write_arrays(self.folder / report.AUDIT, guesses_of(canaries))
+                files.write_arrays(self.folder / layout.AUDIT, guesses_of(canaries))
         return Result(
             server=None,
             states=None,
@@ -400,7 +400,7 @@ class Journal:
         return row | self.epsilons(self._accounted(done)) | self.traffic
 
     def epsilons(self, ledger: Ledger) -> dict[str, float]:
-        """Return the columns of the privacy cost of some rounds (see `report.COLUMNS`)."""
+        """Return the columns of the privacy cost of some rounds (see `layout.COLUMNS`)."""
         spent = self.spent(ledger)
         columns = {"epsilon": spent.epsilon, "epsilon_rdp": spent.rdp}
         if spent.upload is not None:
@@ -457,7 +457,7 @@ class Journal:
     def _write(
         self, folder: pathlib.Path, history: PerClient, ledger: Ledger, statement: dict[str, Any]
     ) -> None:
-        files.write_metrics(folder / report.METRICS, self.metrics)
+        files.write_metrics(folder / layout.METRICS, self.metrics)
         statement, epsilons = split_clients(statement)
         arrays: dict[str, Any] = {"test_size": self.test_size} | epsilons
         if not self.public:
@@ -467,12 +467,12 @@ class Journal:
             arrays = history | arrays | {"round": rounds}
             if self.pictures:
                 plots.draw_curves(
-                    folder / report.CURVES, self.algorithm.name, self.metrics, self.task.headline
+                    folder / layout.CURVES, self.algorithm.name, self.metrics, self.task.headline
                 )
         if self.metrics or statement:
-            files.write_arrays(folder / report.PER_CLIENT, arrays)
+            files.write_arrays(folder / layout.PER_CLIENT, arrays)
         if statement:
-            files.write_json(folder / report.PRIVACY, statement, allow_nan=False)
+            files.write_json(folder / layout.PRIVACY, statement, allow_nan=False)
 
 
 def _means(records: Records) -> dict[str, float | int]:

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import (
+from jaxfl._support.checks import (
     check_count,
     check_counts,
     check_instance,
@@ -134,7 +134,7 @@ def simulate(
         algorithm: An algorithm from `jaxfl.algorithms`, or your own.
         clients: Clients from `jaxfl.data.make_clients`.
         rounds: T, the number of rounds.
-        folder: The run's own folder (see `jaxfl.run.report.run_folder`). None writes nothing.
+        folder: The run's own folder (see `jaxfl.run.folder.run_folder`). None writes nothing.
         states: Place of the client states. "host" keeps them in memory-mapped files, for more
             clients than fit on a device. The files lie in the folder, or, if there is none, in the
             system's temporary folder. Every device has all examples, and the rows of a cohort are

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int, Key
 
-from jaxfl._validate import check_count, key_of
+from jaxfl._support.checks import check_count, key_of
 from jaxfl.data.clients import in_lists
 from jaxfl.engine.memo import described, key_of_method, remembered
 from jaxfl.engine.mesh import (

@@ -13,7 +13,7 @@ from jaxfl.local.fisher import client_fisher, normalize_per_layer
 from jaxfl.local.masks import fisher_mask
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy import FixedSize, Full, Poisson
-from jaxfl.privacy.accounting import epsilon, planned_ledger
+from jaxfl.privacy.accounting.ledgers import epsilon, planned_ledger
 
 KEY = jax.random.key(2)
 ADAM = LocalSGD(optax.adam(1e-3), 4, 2)

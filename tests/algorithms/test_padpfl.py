@@ -16,7 +16,7 @@ from jaxfl.algorithms import fedavg, fedprox, padpfl, padpfl_paper
 from jaxfl.algorithms.padpfl import convergence_bound, impact_table, nbafl_noise
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy import FixedSize, Mechanism
-from jaxfl.privacy.accounting import epsilon, planned_ledger
+from jaxfl.privacy.accounting.ledgers import epsilon, planned_ledger
 from jaxfl.privacy.mechanisms.gaussian import round_numbers, server_noise
 from jaxfl.types import Lists
 

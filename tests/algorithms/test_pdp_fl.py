@@ -16,7 +16,7 @@ from jaxfl.algorithms import dp_fedavg, fedavg, pdp_fl, pdp_fl_paper
 from jaxfl.algorithms.pdp_fl import Budgets, personal_budgets, personal_examples
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy import FixedSize, Full, Mechanism, Poisson
-from jaxfl.privacy.accounting import epsilon, example_epsilon, planned_ledger
+from jaxfl.privacy.accounting.ledgers import epsilon, example_epsilon, planned_ledger
 from jaxfl.privacy.mechanisms.gaussian import Total, round_numbers, server_noise
 from jaxfl.types import Lists
 

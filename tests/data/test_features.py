@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jaxfl import simulate
+from jaxfl._support.files import cache_folder
 from jaxfl.algorithms import dp_fedavg
 from jaxfl.data import (
     Encoder,
@@ -23,7 +24,6 @@ from jaxfl.data import (
     make_clients,
 )
 from jaxfl.data.efficientnet import _Depthwise, _directions, _published, read_tensors
-from jaxfl.files import cache_folder
 from jaxfl.models import mlp
 from jaxfl.privacy import Full
 

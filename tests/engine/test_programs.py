@@ -229,7 +229,7 @@ pwd.getpwuid = getpwuid
 os.environ.pop("HOME", None)
 """
     code = """
-from jaxfl.files import cache_folder
+from jaxfl._support.files import cache_folder
 try:
     cache_folder()
 except OSError as error:

@@ -14,7 +14,7 @@ from experiments.adp_pfl.setting import Bench
 from experiments.mechanisms import __main__ as mechanisms
 from experiments.methods import __main__ as methods
 from experiments.study import Options
-from jaxfl.cli import in_one_line
+from jaxfl.cli.main import in_one_line
 from jaxfl.data import load
 from jaxfl.models import mlp
 from jaxfl.run import signals

@@ -10,8 +10,8 @@ from jax import export
 
 from jaxfl.algorithms import fedavg
 from jaxfl.local.train import LocalSGD
-from jaxfl.models import _fused
-from jaxfl.models._fused import convolve_pooled
+from jaxfl.models.kernels import fused
+from jaxfl.models.kernels.fused import convolve_pooled
 from jaxfl.models.layers import Convolution, as_floats
 from jaxfl.models.zoo import _cnn
 from jaxfl.privacy.mechanisms import Mechanism
@@ -142,7 +142,7 @@ def test_clients_may_use_it(padding):
     "shape", [(1, 28, 28, 32, 5, 6), pytest.param((6, 14, 14, 10, 5, 16), marks=pytest.mark.slow)]
 )
 def test_a_gpus_compiler_takes_it(shape, monkeypatch):
-    monkeypatch.setattr(_fused, "on_gpu", lambda: True)
+    monkeypatch.setattr(fused, "on_gpu", lambda: True)
     values = [jnp.stack([a, a]) for a in arrays(*shape)]
     program = jax.jit(jax.vmap(lambda *values: value_and_gradients(convolve_pooled, values, 0)))
     text = export.export(program, platforms=["cuda"])(*values).mlir_module()

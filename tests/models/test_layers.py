@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfl.models._convolution import to_pairs
+from jaxfl.models.kernels.convolution import to_pairs
 from jaxfl.models.layers import Convolution, Dense, GroupNorm
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from jaxfl.backend import Form
-from jaxfl.models._rewrite import in_form
+from jaxfl.models.rewrite import in_form
 
 
 def both(function, *arguments, form: Form = "winograd", around=lambda function: function):

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate, stats
 
-from jaxfl.privacy import accountants
-from jaxfl.privacy.accountants import ORDERS, replaced_divergences
-from jaxfl.privacy.accounting import epsilon, planned_ledger
+from jaxfl.privacy.accounting import accountants
+from jaxfl.privacy.accounting.accountants import ORDERS, replaced_divergences
+from jaxfl.privacy.accounting.ledgers import epsilon, planned_ledger
+from jaxfl.privacy.accounting.observers import View
 from jaxfl.privacy.mechanisms import Mechanism
-from jaxfl.privacy.observers import View
 from jaxfl.privacy.sampling import BallsInBins, Poisson
 
 RATES, MULTIPLIERS = st.floats(0.01, 0.99), st.floats(0.3, 4.0)

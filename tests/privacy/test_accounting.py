@@ -14,13 +14,11 @@ from dp_accounting.rdp import RdpAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxfl.privacy import accountants
-from jaxfl.privacy.accountants import Accountant
-from jaxfl.privacy.accounting import (
+from jaxfl.privacy.accounting.accountants import Accountant
+from jaxfl.privacy.accounting.calibration import calibrate, calibrate_examples, calibrate_upload
+from jaxfl.privacy.accounting.ledgers import (
     Epsilon,
-    calibrate,
-    calibrate_examples,
-    calibrate_upload,
+    accountants,
     epsilon,
     epsilons,
     example_epsilon,

@@ -27,13 +27,13 @@ from jaxfl.privacy import (
     Mechanism,
     MinSeparation,
     Poisson,
-    accountants,
     calibrate,
     epsilon,
     plan,
     planned_ledger,
 )
-from jaxfl.privacy.accounting import planned_exposure
+from jaxfl.privacy.accounting import accountants
+from jaxfl.privacy.accounting.calibration import planned_exposure
 from jaxfl.privacy.mechanisms.correlated import CorrelatedNoise, prefix_error, worst_exposure
 from jaxfl.privacy.sampling import Turns
 

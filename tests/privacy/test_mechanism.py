@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfl.privacy.accountants import default_delta
+from jaxfl.privacy.accounting.accountants import default_delta
 from jaxfl.privacy.clip import clip
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism, PrivacyFilter

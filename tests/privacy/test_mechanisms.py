@@ -33,7 +33,7 @@ from jaxfl.privacy import (
     epsilon,
     planned_ledger,
 )
-from jaxfl.privacy.accounting import running_epsilon
+from jaxfl.privacy.accounting.ledgers import running_epsilon
 from jaxfl.privacy.mechanisms.correlated import exposures, prefix_error, rounding_error, square_root
 from jaxfl.privacy.mechanisms.gaussian import Participant
 from jaxfl.privacy.mechanisms.private_mask import PrivateMask

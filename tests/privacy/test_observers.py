@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxfl.privacy.accounting import epsilon, planned_ledger
+from jaxfl.privacy.accounting.ledgers import epsilon, planned_ledger
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import FixedSize, Full, Poisson
 

@@ -30,7 +30,7 @@ from jaxfl.privacy import (
     plan,
     planned_ledger,
 )
-from jaxfl.privacy.planning import KINDS
+from jaxfl.privacy.accounting.planning import KINDS
 from jaxfl.privacy.sampling import NEEDS
 
 SMALL = {"clients": 1000, "cohort": 50, "rounds": 60}

@@ -11,7 +11,7 @@ from dp_accounting import get_epsilon_gaussian, get_sigma_gaussian
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxfl.privacy.accounting import epsilon, planned_ledger, running_epsilon
+from jaxfl.privacy.accounting.ledgers import epsilon, planned_ledger, running_epsilon
 from jaxfl.privacy.mechanisms import Mechanism, PrivacyFilter, Release
 from jaxfl.privacy.mechanisms.gaussian import Total
 from jaxfl.privacy.sampling import Full, Poisson

@@ -30,7 +30,7 @@ from jaxfl.privacy import (
     planned_ledger,
     privacy_statement,
 )
-from jaxfl.privacy.accountants import rdp_epsilon
+from jaxfl.privacy.accounting.accountants import rdp_epsilon
 from jaxfl.privacy.noise import draw_skellam, skellam_tail, skellam_thresholds
 from jaxfl.privacy.representation import Shared, SharedGrid, wrapped
 

@@ -10,8 +10,8 @@ from dp_accounting import get_epsilon_gaussian
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxfl.files import write_json
-from jaxfl.privacy.accounting import epsilon, planned_ledger
+from jaxfl._support.files import write_json
+from jaxfl.privacy.accounting.ledgers import epsilon, planned_ledger
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import AdaptiveClip, Mechanism
 from jaxfl.privacy.sampling import FixedSize, Full, Poisson

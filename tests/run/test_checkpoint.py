@@ -19,9 +19,10 @@ from algorithms_table import ALGORITHMS, small_clients
 
 from jaxfl import simulate
 from jaxfl.engine.state_file import Store
-from jaxfl.run import checkpoint, report
+from jaxfl.run import checkpoint
 from jaxfl.run import lock as locking
 from jaxfl.run.checkpoint import Checkpoints
+from jaxfl.run.folder import check_names, clear
 from jaxfl.run.lock import Lock
 from jaxfl.run.recorder import EvaluationSchedule
 
@@ -305,8 +306,8 @@ def test_starting_over_removes_files_of_a_run_and_no_others(saved, tmp_path):
         path.touch()
     (copy / "1_mu=1").symlink_to(theirs)
     (copy / "privacy.json").symlink_to(theirs / "metrics.jsonl")
-    report.clear(copy, points=False)
-    report.clear(copy, points=True)
+    clear(copy, points=False)
+    clear(copy, points=True)
     Checkpoints(copy / "ckpt", FACTS, PLAN).clear()
     assert [path for path in own if path.exists()] == []
     assert [path for path in kept if not path.exists()] == []
@@ -334,10 +335,10 @@ def test_folders_that_lead_elsewhere_are_refused_before_anything_is_written(name
         quiet(folder)
     (folder / "privacy.json").rename(folder / "noise.key")
     with pytest.raises(ValueError, match=r"noise\.key' must be a file, got a folder"):
-        report.check_names(folder, [folder])
+        check_names(folder, [folder])
     (folder / "1_mu=1").symlink_to(theirs)
     with pytest.raises(ValueError, match="1_mu=1' must be a folder, got a symbolic link"):
-        report.check_names(folder, [folder / "0_mu=0", folder / "1_mu=1"])
+        check_names(folder, [folder / "0_mu=0", folder / "1_mu=1"])
 
 
 def test_another_run_is_not_taken_for_a_damaged_one(saved):

@@ -10,6 +10,7 @@ import optax
 import pytest
 import scipy.stats
 from algorithms_table import MODEL, small_clients
+from comparisons import METHODS, SETTING, local, private, row
 
 from jaxfl import Candidate, Comparison, LocalSGD, compare, grid, simulate, spread
 from jaxfl.algorithms import dp_fedavg, fedavg, local_only
@@ -19,46 +20,6 @@ from jaxfl.privacy import FixedSize, Full, Poisson
 from jaxfl.run.recorder import Result
 from jaxfl.tasks import classification
 from jaxfl.types import Lists
-
-
-def local(rate):
-    return LocalSGD(optax.sgd(rate), batch_size=4, epochs=2)
-
-
-def private(rate, clip, noise_multiplier):
-    return dp_fedavg(
-        MODEL,
-        clip=clip,
-        noise_multiplier=noise_multiplier,
-        sampling=Poisson(0.5),
-        local=local(rate),
-    )
-
-
-METHODS = {
-    "DP-FedAvg": Candidate(private, grid(rate=[0.01, 0.3], clip=[1.0])),
-    "local-only": Candidate(
-        lambda rate: local_only(MODEL, local=local(rate)), {"rate": [1e-6, 0.1]}, 3
-    ),
-}
-SETTING: dict[str, Any] = {
-    "rounds": 2,
-    "epsilons": (8.0, math.inf),
-    "seeds": (0, 1),
-    "progress": False,
-}
-
-
-def row(method, epsilon, seed, accuracy, stated: float | None = 1.0):
-    return {
-        "method": method,
-        "epsilon": epsilon,
-        "stated": stated,
-        "seed": seed,
-        "chosen": {},
-        "accuracy": accuracy,
-    }
-
 
 MADE = Comparison(
     [

@@ -236,7 +236,7 @@ def test_costs_are_drawn_against_bytes_and_hours(tmp_path):
     assert matplotlib
     result = simulate(KEY, private(), CLIENTS, **QUIET)
     rows = deployment_cost(result, Clock(10.0))
-    figure = jaxfl.run.plots.against_costs({"dp_fedavg": rows}, "accuracy")
+    figure = jaxfl.report.plots.against_costs({"dp_fedavg": rows}, "accuracy")
     labels = [axes.get_xlabel() for axes in figure.axes]
     assert labels == ["megabytes of all clients", "hours"]
     line = figure.axes[0].get_lines()[0]

@@ -26,9 +26,10 @@ from jaxfl.privacy import (
     planned_ledger,
     privacy_statement,
 )
-from jaxfl.privacy.accounting import first_rounds, running_epsilon
-from jaxfl.run import plots, report
-from jaxfl.run.page import write_report
+from jaxfl.privacy.accounting.ledgers import first_rounds, running_epsilon
+from jaxfl.report import layout, plots
+from jaxfl.report.page import write_report
+from jaxfl.run import bars
 from jaxfl.types import Terms
 
 KEY, C, ROUNDS = jax.random.key(3), len(SIZES), 6
@@ -121,12 +122,12 @@ def test_a_calibrated_run_ends_at_its_target_in_every_place(tmp_path):
     assert last["epsilon"] == stated
     assert 1.995 < stated <= 2.0 < last["epsilon_rdp"]
     head, *lines = (line.split(",") for line in table.read_text().splitlines())
-    row = json.loads((tmp_path / "run" / report.METRICS).read_text().splitlines()[-1])
+    row = json.loads((tmp_path / "run" / layout.METRICS).read_text().splitlines()[-1])
     assert float(lines[-1][head.index("epsilon")]) == row["epsilon"] == stated
-    assert report.shown_epsilon(result.metrics[-1:]) == "epsilon 2"
+    assert bars.shown_epsilon(result.metrics[-1:]) == "epsilon 2"
     write_report(tmp_path / "run")
-    text = (tmp_path / "run" / report.PAGE).read_text()
-    assert report.COLUMNS["epsilon"].replace("'", "&#39;") in text
+    text = (tmp_path / "run" / layout.PAGE).read_text()
+    assert layout.COLUMNS["epsilon"].replace("'", "&#39;") in text
     assert str(stated) in text
 
 
@@ -136,10 +137,10 @@ def test_the_epsilon_of_examples_is_shown_where_it_alone_is_finite(tmp_path):
     last, own = result.metrics[-1], result.statement["examples"]
     assert (last["round"], last["epsilon"]) == (3, math.inf)
     assert last["epsilon_example"] == own["epsilon"] < math.inf
-    assert report.shown_epsilon([last]) == f"epsilon {own['epsilon']:.3g} (example)"
+    assert bars.shown_epsilon([last]) == f"epsilon {own['epsilon']:.3g} (example)"
     assert "epsilon" in plots.panels(result.metrics, "accuracy")
     write_report(tmp_path)
-    text = (tmp_path / report.PAGE).read_text()
+    text = (tmp_path / layout.PAGE).read_text()
     assert text.index("one example, by local steps") < text.index("a client, all of its data")
 
 
@@ -179,7 +180,7 @@ def test_a_public_run_publishes_the_plan_alone(tmp_path):
     method = fedavg(MODEL, local=steps, mechanism=mechanism)
     planned = planned_ledger(mechanism, C, 2, steps)
     result = run(method, tmp_path, rounds=2, report="public")
-    stated = json.loads((tmp_path / report.PRIVACY).read_text())
+    stated = json.loads((tmp_path / layout.PRIVACY).read_text())
     assert result.statement == stated
     wanted = privacy_statement(planned, mechanism, C, dp_sgd=steps, examples=sum(SIZES))
     assert result.ledger.participants.sum(0).max() < 2 or not result.ledger.participants.all()

@@ -19,7 +19,8 @@ import pytest
 from algorithms_table import ALGORITHMS, MODEL, TOGETHER, small_clients
 from jax.experimental import multihost_utils
 
-from jaxfl import files, launch, simulate, sweep
+from jaxfl import launch, simulate, sweep
+from jaxfl._support import files
 from jaxfl.algorithms import fedprox
 from jaxfl.data import shard
 from jaxfl.engine.mesh import place

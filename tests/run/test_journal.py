@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from algorithms_table import MODEL, SIZES, small_clients
 
-from jaxfl import files
+from jaxfl._support import files
 from jaxfl.algorithms import dp_fedavg, fedavg
 from jaxfl.engine.round import Records
 from jaxfl.privacy import Full
-from jaxfl.run import report
+from jaxfl.report import layout
 from jaxfl.run.recorder import EvaluationSchedule, Journal
 from jaxfl.types import Ledger
 
@@ -70,25 +70,25 @@ def test_rounds_in_which_nothing_counted_are_no_part_of_a_mean(tmp_path):
         assert math.isnan(empty[name])
     assert [row["participants"] for row in result.metrics] == [1.5, 0, 1.5]
     assert [row["nonfinite"] for row in result.metrics] == [1, 0, 1]
-    rows = [json.loads(line) for line in (tmp_path / report.METRICS).read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / layout.METRICS).read_text().splitlines()]
     assert rows[1]["train_loss"] is None
-    assert "NaN" not in (tmp_path / report.METRICS).read_text()
+    assert "NaN" not in (tmp_path / layout.METRICS).read_text()
 
 
 def test_public_reports_leave_out_exact_numbers(tmp_path):
     scores = {"round", "accuracy", "accuracy_std", "accuracy_worst10", "accuracy_examples", "loss"}
     scores |= {"epsilon", "epsilon_rdp"}
     _, result = finished(tmp_path, public=True)
-    rows = [json.loads(line) for line in (tmp_path / report.METRICS).read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / layout.METRICS).read_text().splitlines()]
     assert all(row.keys() == scores for row in (*result.metrics, *rows))
-    with np.load(tmp_path / report.PER_CLIENT) as found:
+    with np.load(tmp_path / layout.PER_CLIENT) as found:
         assert set(found) == {"accuracy", "loss", "round", "test_size"}
     _, result = finished(tmp_path)
     assert result.metrics[0].keys() == scores | set(records().info) - {"loss"} | {
         "train_loss",
         "nonfinite",
     }
-    with np.load(tmp_path / report.PER_CLIENT) as found:
+    with np.load(tmp_path / layout.PER_CLIENT) as found:
         np.testing.assert_array_equal(found["participations"], records().ledger.participants.sum(0))
 
 
@@ -107,15 +107,15 @@ def test_epsilons_of_clients_are_arrays_before_the_first_evaluation_too(tmp_path
     journal.record(part._replace(ledger=ledger), 0, 2)
     statement = journal.finish(2).statement
     epsilons = statement["honest"]["upload"]["pld"]["per_client"]["values"]
-    written = json.loads((tmp_path / report.PRIVACY).read_text())
+    written = json.loads((tmp_path / layout.PRIVACY).read_text())
     assert written["honest"]["upload"]["pld"]["per_client"].keys() == {"min", "median", "max"}
-    with np.load(tmp_path / report.PER_CLIENT) as found:
+    with np.load(tmp_path / layout.PER_CLIENT) as found:
         np.testing.assert_array_equal(found["epsilon_upload_pld"], list(map(float, epsilons)))
 
 
 def test_a_row_is_appended_and_half_a_row_is_mended(tmp_path, monkeypatch):
     """A longer run writes no more for each row; what a kill left of a line is gone with the next row."""
-    calls, path = [], tmp_path / report.METRICS
+    calls, path = [], tmp_path / layout.METRICS
     write = files.write_metrics
     monkeypatch.setattr(
         files, "write_metrics", lambda *given: calls.append(len(given[1])) or write(*given)

@@ -21,12 +21,12 @@ from algorithms_table import CLIP, MODEL, small_clients
 from jax.experimental import multihost_utils
 
 from jaxfl import simulate, sweep
+from jaxfl._support.files import write_arrays
 from jaxfl.algorithms import fedrep
-from jaxfl.files import write_arrays
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Poisson
-from jaxfl.run import report
+from jaxfl.report import layout
 from jaxfl.run.loop import Loop
 
 KINDS = ("device", "host", "sweep", "processes")
@@ -125,7 +125,7 @@ def files(folder):
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         if (
-            name.parts[0] in (report.CHECKPOINTS, report.STATES)
+            name.parts[0] in (layout.CHECKPOINTS, layout.STATES)
             or path.is_dir()
             or path.suffix == ".pid"
         ):

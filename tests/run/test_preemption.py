@@ -19,7 +19,7 @@ import pytest
 from algorithms_table import ALGORITHMS, small_clients
 
 from jaxfl import simulate
-from jaxfl.files import write_arrays
+from jaxfl._support.files import write_arrays
 from jaxfl.run.loop import Loop
 
 ROUNDS, TASKS = 30, 2

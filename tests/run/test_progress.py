@@ -7,7 +7,7 @@ from algorithms_table import ALGORITHMS, small_clients
 from rich.console import Console
 
 from jaxfl import simulate
-from jaxfl.run import report
+from jaxfl.run import bars as run_bars
 
 
 @pytest.fixture
@@ -15,19 +15,19 @@ def bars(monkeypatch):
     """All bars that are made."""
     made = []
 
-    class Kept(report._Bar):
+    class Kept(run_bars._Bar):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             made.append(self)
 
-    monkeypatch.setattr(report, "_Bar", Kept)
+    monkeypatch.setattr(run_bars, "_Bar", Kept)
     return made
 
 
 @pytest.fixture
 def clock(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr(report.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(run_bars.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -47,7 +47,7 @@ def lines(bar, width=80):
     ["", "accuracy 0.5", "a metric with a long name 0.123 to 0.456, epsilon 12.3 (RDP), " * 2],
 )
 def test_a_bar_is_two_lines_and_cuts_no_number(name, figures, width, bars):
-    with report.progress_bar(name, 10_000, show=False) as told:
+    with run_bars.progress_bar(name, 10_000, show=False) as told:
         told(0, "measuring the chunk")
         told(1234, "running", figures)
         first, second = lines(bars[0], width)
@@ -59,7 +59,7 @@ def test_a_bar_is_two_lines_and_cuts_no_number(name, figures, width, bars):
 
 
 def test_a_bar_says_what_it_is_at(bars, clock):
-    with report.progress_bar("m", 200, False, 100) as told:
+    with run_bars.progress_bar("m", 200, False, 100) as told:
         (bar,) = bars
         told(100, "compiling")
         assert "100/200 compiling, from round 100 -:--:--" in lines(bar)[0]
@@ -75,11 +75,11 @@ def test_a_bar_says_what_it_is_at(bars, clock):
 
 
 def test_many_runs_share_a_bar_and_what_was_read_took_no_time(bars, clock):
-    with report.shared_bar("compare", 400.0, show=False) as whole:
-        with whole.part("A: tuning", 100.0), report.progress_bar("a", 10, True, 10):
+    with run_bars.shared_bar("compare", 400.0, show=False) as whole:
+        with whole.part("A: tuning", 100.0), run_bars.progress_bar("a", 10, True, 10):
             clock[0] += 3.0
         assert "25%" in lines(bars[0])[0]
-        with whole.part("B: seed=0", 200.0), report.progress_bar("b", 10, True, 5) as told:
+        with whole.part("B: seed=0", 200.0), run_bars.progress_bar("b", 10, True, 5) as told:
             clock[0] += 20.0
             told(10, "running", "accuracy 0.5")
             first, second = lines(bars[0])
@@ -90,18 +90,18 @@ def test_many_runs_share_a_bar_and_what_was_read_took_no_time(bars, clock):
             )  # 100 clients took 23 seconds with what was between, and 100 are left
             assert second.strip() == "running: accuracy 0.5"
         whole.skip(50.0)
-        with whole.part("C", 50.0), report.progress_bar("c", 2, True) as told:
+        with whole.part("C", 50.0), run_bars.progress_bar("c", 2, True) as told:
             told(2, "running")
             assert "100%" in lines(bars[0])[0]
     assert len(bars) == 1
-    with report.progress_bar("alone", 2, show=False):
+    with run_bars.progress_bar("alone", 2, show=False):
         assert len(bars) == 2
 
 
 def test_a_run_moves_the_bar_of_the_whole_and_counts_clients(bars, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     clients, options = small_clients(), {"rounds": 3, "eval_every": 1}
-    with report.shared_bar("compare", 30.0, show=False) as whole, whole.part("local", 30.0):
+    with run_bars.shared_bar("compare", 30.0, show=False) as whole, whole.part("local", 30.0):
         simulate(0, ALGORITHMS["local_only"](), clients, progress=False, **options)
         assert bars[0].done == 30.0
         assert "clients/s, chunk 1" in bars[0].figures
@@ -117,7 +117,7 @@ def test_a_run_moves_the_bar_of_the_whole_and_counts_clients(bars, monkeypatch, 
 def test_what_is_told_is_wrapped_between_words(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     path = "/a/folder/" + "x" * 90
-    report.tell(
+    run_bars.tell(
         f"feddpa: round 3 of 3 read from {path}; nothing is computed, and this text goes on",
         shown=True,
     )

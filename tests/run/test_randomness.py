@@ -18,14 +18,14 @@ from algorithms_table import CLIP, MODEL, SIZES, small_clients
 from flax import nnx
 
 from jaxfl import simulate, sweep
-from jaxfl._validate import check_key
+from jaxfl._support.checks import check_key
 from jaxfl.algorithms import dp_fedavg, fedavg
 from jaxfl.engine.mesh import place
 from jaxfl.engine.program import compile_rounds, initialize
 from jaxfl.engine.round import all_keys
 from jaxfl.local.train import LocalSGD
 from jaxfl.models import from_flax, from_nnx
-from jaxfl.privacy.accounting import example_epsilon
+from jaxfl.privacy.accounting.ledgers import example_epsilon
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.noise import normal, random_bits
@@ -397,7 +397,7 @@ def test_a_kill_at_any_moment_leaves_a_folder_that_works_again(tmp_path, monkeyp
         pathlib.Path, "unlink", lambda *_, **__: None
     )  # as a kill, which cleans nothing up
     path = tmp_path / "noise.key"
-    for step in ("os.fsync", "os.link", "jaxfl.files._sync"):
+    for step in ("os.fsync", "os.link", "jaxfl._support.files._sync"):
         with monkeypatch.context() as patch:
 
             def killed(*_, **__):
@@ -407,7 +407,7 @@ def test_a_kill_at_any_moment_leaves_a_folder_that_works_again(tmp_path, monkeyp
             with pytest.raises(KeyboardInterrupt):
                 SecretBits(1, path).begin(RUN)
         assert path.exists() == (
-            step == "jaxfl.files._sync"
+            step == "jaxfl._support.files._sync"
         )  # the name appears when all is written
     left = path.read_bytes()
     monkeypatch.undo()

@@ -23,7 +23,8 @@ from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Full, Poisson
-from jaxfl.run import report
+from jaxfl.report import layout
+from jaxfl.run.folder import run_folder
 from jaxfl.run.loop import Loop
 from jaxfl.run.simulate import simulate, sweep
 from jaxfl.types import Lists
@@ -37,7 +38,7 @@ def quiet(*args, **options):
 
 
 def test_run_folder_has_everything(tmp_path):
-    folder = report.run_folder(tmp_path, "dp_fedavg", {"clip": 0.3}, seed=4)
+    folder = run_folder(tmp_path, "dp_fedavg", {"clip": 0.3}, seed=4)
     result = quiet(ALGORITHMS["dp_fedavg"](), small_clients(), folder=folder, eval_every=1)
     assert folder.parent.parent == tmp_path / "dp_fedavg"
     assert folder.name == "seed=4"
@@ -208,7 +209,7 @@ def test_wrong_arguments_name_themselves(options, name):
 SCRIPT = """
 import sys, time
 import conftest, jax
-from jaxfl.cli import in_one_line
+from jaxfl.cli.main import in_one_line
 from test_simulation import OPTIONS, interruptible
 from jaxfl.run import followers, loop
 from jaxfl.run.loop import Loop
@@ -326,11 +327,11 @@ def test_a_run_stopped_after_every_round_leaves_the_files_of_one_that_was_not(
             ):
                 quiet(*arguments, folder=tmp_path / "parts", **options)
     quiet(*arguments, folder=tmp_path / "parts", **options)
-    for name in (report.METRICS, report.PRIVACY):
+    for name in (layout.METRICS, layout.PRIVACY):
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes()
     with (
-        np.load(tmp_path / "whole" / report.PER_CLIENT) as one,
-        np.load(tmp_path / "parts" / report.PER_CLIENT) as two,
+        np.load(tmp_path / "whole" / layout.PER_CLIENT) as one,
+        np.load(tmp_path / "parts" / layout.PER_CLIENT) as two,
     ):
         assert set(one) == set(two)
         for name in one:

@@ -9,8 +9,8 @@ import json
 import pathlib
 from typing import Any, Literal
 
-from jaxfl import settings
-from jaxfl.cli import command_line
+from jaxfl.cli import settings
+from jaxfl.cli.main import command_line
 from jaxfl.local.train import blocks_of
 from tools.footprint.ahead import footprint
 from tools.footprint.chips import CHIPS, run_here

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxfl._validate import check_choice, check_count, check_positive, checked, key_of
+from jaxfl._support.checks import check_choice, check_count, check_positive, checked, key_of
 from jaxfl.engine.chunk import fitting
 from jaxfl.engine.mesh import Population, common_size, in_rows
 from jaxfl.engine.program import compile_rounds, first_states

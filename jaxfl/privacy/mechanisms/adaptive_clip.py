@@ -10,7 +10,7 @@ from jax import Array
 from jax.sharding import Mesh
 from jaxtyping import Float, Int, Key
 
-from jaxfl._validate import at_least_0, check_fraction, checked, show, traced
+from jaxfl._support.checks import at_least_0, check_fraction, checked, show, traced
 from jaxfl.privacy.mechanisms.gaussian import (
     FIELDS,
     Cohort,

@@ -34,10 +34,10 @@ from jax import Array
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Key
 
-from jaxfl._validate import check_count, check_numbers, checked, show
+from jaxfl._support.checks import check_count, check_numbers, checked, show
+from jaxfl.privacy.accounting.observers import ROUNDING, Observer, View, one_gaussian
 from jaxfl.privacy.mechanisms.gaussian import FIELDS, Mechanism
 from jaxfl.privacy.noise import add_gaussian
-from jaxfl.privacy.observers import ROUNDING, Observer, View, one_gaussian
 from jaxfl.privacy.sampling import Turns
 from jaxfl.privacy.sums import add, narrow
 from jaxfl.types import Ledger, Tree

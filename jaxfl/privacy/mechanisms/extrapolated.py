@@ -7,8 +7,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int, Key
 
-from jaxfl._validate import check_count, checked, probability
-from jaxfl.privacy import accountants
+from jaxfl._support.checks import check_count, checked, probability
+from jaxfl.privacy.accounting import accountants
 from jaxfl.privacy.mechanisms.gaussian import FIELDS, Cohort, Mechanism
 from jaxfl.types import Ledger, Tree
 

@@ -27,7 +27,7 @@ from jax import Array
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int, Key
 
-from jaxfl._validate import (
+from jaxfl._support.checks import (
     Check,
     check_count,
     check_noise,
@@ -37,8 +37,15 @@ from jaxfl._validate import (
     traced,
     up_to_infinity,
 )
+from jaxfl.privacy.accounting.observers import (
+    Observer,
+    View,
+    brought,
+    one_gaussian,
+    sum_noise,
+    upload_view,
+)
 from jaxfl.privacy.noise import CLIENT_NOISE, SAMPLE, SERVER_NOISE, add_gaussian, derive
-from jaxfl.privacy.observers import Observer, View, brought, one_gaussian, sum_noise, upload_view
 from jaxfl.privacy.representation import Floats, Grid, Integers
 from jaxfl.privacy.sampling import Full, Sampling
 from jaxfl.privacy.sums import narrow

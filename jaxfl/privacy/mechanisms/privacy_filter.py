@@ -11,7 +11,15 @@ from jax import Array
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int, Key
 
-from jaxfl._validate import at_least_0, check_positive, checked, up_to_infinity
+from jaxfl._support.checks import at_least_0, check_positive, checked, up_to_infinity
+from jaxfl.privacy.accounting.observers import (
+    ROUNDING,
+    Observer,
+    View,
+    one_gaussian,
+    shown_by,
+    upload_costs,
+)
 from jaxfl.privacy.mechanisms.gaussian import (
     FIELDS,
     Cohort,
@@ -23,7 +31,6 @@ from jaxfl.privacy.mechanisms.gaussian import (
     topped_up,
 )
 from jaxfl.privacy.noise import RELEASE, add_gaussian, derive
-from jaxfl.privacy.observers import ROUNDING, Observer, View, one_gaussian, shown_by, upload_costs
 from jaxfl.types import Ledger, Message, Tree
 
 _THEOREM = (

@@ -5,10 +5,10 @@ import dataclasses
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import checked
+from jaxfl._support.checks import checked
 from jaxfl.local.masks import keep
+from jaxfl.privacy.accounting.observers import Observer, View, one_gaussian
 from jaxfl.privacy.mechanisms.gaussian import FIELDS, Contribution, Mechanism, Participant
-from jaxfl.privacy.observers import Observer, View, one_gaussian
 from jaxfl.types import Ledger, Message, Tree
 
 _REVEALED_SUPPORT = (

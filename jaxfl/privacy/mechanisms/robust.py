@@ -9,7 +9,8 @@ from jax import Array
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int, Key
 
-from jaxfl._validate import at_least_0, check_count, checked, count_from_0
+from jaxfl._support.checks import at_least_0, check_count, checked, count_from_0
+from jaxfl.privacy.accounting.observers import Observer, View, one_gaussian
 from jaxfl.privacy.mechanisms.gaussian import (
     FIELDS,
     Cohort,
@@ -18,7 +19,6 @@ from jaxfl.privacy.mechanisms.gaussian import (
     Participant,
     Total,
 )
-from jaxfl.privacy.observers import Observer, View, one_gaussian
 from jaxfl.types import Ledger, Message, Tree
 
 

@@ -15,7 +15,8 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh
 from jaxtyping import Float, Int, Key, UInt32
 
-from jaxfl._validate import check_count, check_fraction, checked, show, traced
+from jaxfl._support.checks import check_count, check_fraction, checked, show, traced
+from jaxfl.privacy.accounting.observers import Observer, SumNoise, View, one_gaussian, upload_view
 from jaxfl.privacy.mechanisms.gaussian import (
     FIELDS,
     Cohort,
@@ -32,7 +33,6 @@ from jaxfl.privacy.noise import (
     skellam_tail,
     skellam_thresholds,
 )
-from jaxfl.privacy.observers import Observer, SumNoise, View, one_gaussian, upload_view
 from jaxfl.privacy.representation import Shared, SharedGrid, wrapped
 from jaxfl.types import Ledger, Message, Number, Tree
 
@@ -91,7 +91,7 @@ class Skellam(Mechanism):
             Shares have that much more noise. `Dropouts` lets clients of the simulation drop out.
 
     Guarantee: Client-level privacy under zero-out adjacency, by Rényi divergences
-        (`jaxfl.privacy.accountants`). Each :math:`x_i` is shortened until its norm, summed in
+        (`accountants.py`). Each :math:`x_i` is shortened until its norm, summed in
         integers, is at most :math:`s / z_t` (`round_within`). So the L2 sensitivity of a sum is
         :math:`s / z_t`, and the L1 sensitivity at most its square, because a whole number is at
         most its square. A plan counts on n shares in each round. A run counts the shares of each

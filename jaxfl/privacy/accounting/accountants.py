@@ -57,8 +57,8 @@ import numpy as np
 import scipy
 from jaxtyping import Float, Int
 
-from jaxfl.lazy import dp_accounting
-from jaxfl.privacy.observers import View
+from jaxfl._support.lazy import dp_accounting
+from jaxfl.privacy.accounting.observers import View
 
 Accountant = Literal["pld", "rdp"]
 """Privacy loss distributions, or Rényi divergences."""

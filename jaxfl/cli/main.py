@@ -28,21 +28,22 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxfl
-from jaxfl import privacy, quickstart, settings
-from jaxfl._validate import check_choice, check_count, key_of
+from jaxfl import privacy
+from jaxfl._support.checks import check_choice, check_count, key_of
+from jaxfl._support.files import cache_folder
 from jaxfl.algorithms import dp_fedavg
 from jaxfl.backend import backend
+from jaxfl.cli import quickstart, settings
 from jaxfl.data import NAMES, from_arrays, iid, make_clients
 from jaxfl.data.load import find_prepared
 from jaxfl.engine.mesh import place
 from jaxfl.engine.program import compile_rounds, initialize
-from jaxfl.files import cache_folder
 from jaxfl.local import LocalSGD
 from jaxfl.models import lenet
-from jaxfl.privacy import planning
+from jaxfl.privacy.accounting import planning
 from jaxfl.privacy.sampling import NEEDS
 from jaxfl.run import signals
-from jaxfl.run.report import run_folder
+from jaxfl.run.folder import run_folder
 from jaxfl.run.simulate import simulate
 
 T = TypeVar("T")

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 import jaxfl
-from jaxfl import cli, privacy, settings
+from jaxfl import privacy
+from jaxfl.cli import main as cli
+from jaxfl.cli import settings
 from jaxfl.models import mlp
 from jaxfl.privacy import Full, Poisson
 
@@ -385,7 +387,9 @@ def test_clients_are_counted_after_compilation():
 
 @pytest.mark.slow
 def test_errors_in_the_shell_are_one_line(tmp_path):
-    code = "import sys; from jaxfl.cli import main; sys.argv = ['jaxfl', 'data', 'mnist']; main()"
+    code = (
+        "import sys; from jaxfl.cli.main import main; sys.argv = ['jaxfl', 'data', 'mnist']; main()"
+    )
     environment = {**os.environ, "JAXFL_DATA_DIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
@@ -399,7 +403,13 @@ def test_errors_in_the_shell_are_one_line(tmp_path):
 def test_a_reader_that_has_gone_is_no_error():
     read, write = os.pipe()
     os.close(read)
-    program = [sys.executable, "-c", "from jaxfl.cli import main; main()", "run", "--help"]
+    program = [
+        sys.executable,
+        "-c",
+        "from jaxfl.cli.main import main; main()",
+        "run",
+        "--help",
+    ]
     ended = subprocess.run(program, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write)
     assert (ended.returncode, ended.stderr) == (141, "")

@@ -2,14 +2,14 @@
 
 The network may come from any library. Its trace is evaluated operation by operation:
 
-- A convolution becomes batch-minor (`jaxfl.models._convolution`, or `_windows` for strides,
+- A convolution becomes batch-minor (`kernels.convolution`, or `kernels.windows` for strides,
   dilation and groups). It includes the bias, ReLU and 2x2 max-pool that follow it, if no other
   operation reads an intermediate result.
 - Elementwise operations, pooling, and sums over axes that follow stay batch-minor. Axes move back
   before an operation that needs them in order, mostly the first dense layer.
 
 On GPUs, all axes keep their order. Convolutions and 2x2 max-pools are those of
-`jaxfl.models._plain`, for vectorised clients. All other operations are evaluated as traced.
+`jaxfl.models.kernels.plain`, for vectorised clients. All other operations are evaluated as traced.
 """
 
 import collections
@@ -26,8 +26,8 @@ from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, Literal
 
 from jaxfl.backend import Form, backend
-from jaxfl.models import _convolution, _windows
-from jaxfl.models._plain import PlainOptions, convolve_grouped, max_pool_2x2
+from jaxfl.models.kernels import convolution, windows
+from jaxfl.models.kernels.plain import PlainOptions, convolve_grouped, max_pool_2x2
 
 FORMS: tuple[Form, ...] = ("winograd", "im2col", "grouped")
 """Forms that a network from any library can be evaluated in."""
@@ -203,7 +203,7 @@ def _batch_minor(mask: Array) -> Array:
 
 
 def _by_grouping(equation: Any, inputs: Sequence[Any]) -> Array | None:
-    """Return the result of a convolution or a max-pool by `jaxfl.models._plain`.
+    """Return the result of a convolution or a max-pool by `jaxfl.models.kernels.plain`.
 
     Return None for all other operations, and for convolutions that it does not cover.
     """
@@ -294,7 +294,7 @@ def _derivative(function: Callable[[Array], Array], x: Any) -> str:
 
 
 def _is_winograd(waiting: _Convolution) -> bool:
-    """Return whether `jaxfl.models._convolution` covers a convolution.
+    """Return whether `jaxfl.models.kernels.convolution` covers a convolution.
 
     It needs one or two axes, more than one tap, strides and dilation of 1, one group, and no
     negative padding.
@@ -328,10 +328,10 @@ def _convolve(waiting: _Convolution) -> Array:
             x = x[:, None]
             kernel = kernel[None]
             padding = ((0, 0), *padding)
-        options = _convolution.ConvolutionOptions(
+        options = convolution.ConvolutionOptions(
             padding, waiting.relu, waiting.pool, False, False, filtered, precision
         )
-        y = _convolution.convolve(x, kernel, bias, options)
+        y = convolution.convolve(x, kernel, bias, options)
         return y[:, 0] if line else y
     ends = [
         (*zeros, d - 1) for zeros, d in zip(params["padding"], params["lhs_dilation"], strict=True)
@@ -339,8 +339,8 @@ def _convolve(waiting: _Convolution) -> Array:
     x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *ends, (0, 0, 0)])
     strides = params["window_strides"]
     groups = params["feature_group_count"]
-    window = _windows.Window(strides, params["rhs_dilation"], groups, precision)
-    y = _windows.convolve_windows(x, kernel, window)
+    window = windows.Window(strides, params["rhs_dilation"], groups, precision)
+    y = windows.convolve_windows(x, kernel, window)
     if waiting.bias is not None:
         y = y + waiting.bias.reshape(-1, *(1,) * (y.ndim - 1))
     return jax.nn.relu(y) if waiting.relu else y
@@ -350,7 +350,7 @@ def _convolve(waiting: _Convolution) -> Array:
 
 
 def _is_window(equation: Any) -> bool:
-    """Return whether `_windows` covers a pooling."""
+    """Return whether `kernels.windows` covers a pooling."""
     params = equation.params
     undilated = {*params["base_dilation"], *params["window_dilation"]} == {1}
     floating = jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating)
@@ -376,7 +376,7 @@ def _pool_in_order(value: _Value, equation: Any) -> _Value:
         for key in ("window_dimensions", "window_strides", "padding")
     )
     highest = equation.primitive.name == "reduce_window_max"
-    pool = _windows.max_pool if highest else _windows.sum_pool
+    pool = windows.max_pool if highest else windows.sum_pool
     start = jnp.array(-jnp.inf if highest else 0, x.dtype)
     x = lax.pad(x, start, [(*ends, 0) for ends in padding])
     return _Moved(pool(x, sizes, strides), order)
@@ -387,7 +387,7 @@ _SMALL_BATCH = 512
 be cheaper than a plain transposition."""
 
 _MOST_TAPS = 64
-"""Largest window that `_windows` pools, with a slice for each tap. XLA pools larger ones."""
+"""Largest window that `kernels.windows` pools, with a slice for each tap. XLA pools larger ones."""
 
 _ELEMENTWISE = frozenset([
     "abs", "add", "and", "atan2", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "cos",

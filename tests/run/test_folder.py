@@ -8,12 +8,12 @@ import stat
 import numpy as np
 import pytest
 
-from jaxfl import files
+from jaxfl._support import files
 from jaxfl.engine import chunk
 from jaxfl.privacy import Poisson
-from jaxfl.run import report
+from jaxfl.run import folder as folders
 
-run_folder = inspect.unwrap(report.run_folder)  # without the tests' own check of types
+run_folder = inspect.unwrap(folders.run_folder)  # without the tests' own check of types
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o022, 0o644), (0o002, 0o664)])

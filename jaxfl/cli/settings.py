@@ -15,7 +15,7 @@ import optax
 import tyro
 
 from jaxfl import algorithms, data, models
-from jaxfl._validate import (
+from jaxfl._support.checks import (
     Check,
     check_choice,
     check_fraction,

@@ -11,18 +11,24 @@ from jaxtyping import Float
 from rich.console import Console
 from rich.progress import Progress
 
-from jaxfl._validate import at_least_0, check_count, check_instance, checked, probability, show
-from jaxfl.privacy.accountants import failure_probability, least_epsilon
-from jaxfl.privacy.accounting import (
-    Epsilon,
+from jaxfl._support.checks import (
+    at_least_0,
+    check_count,
+    check_instance,
+    checked,
+    probability,
+    show,
+)
+from jaxfl.privacy.accounting.accountants import failure_probability, least_epsilon
+from jaxfl.privacy.accounting.calibration import (
     Exposure,
     check_budget,
     check_scales,
     needed_noise,
     planned_exposure,
     rough_noise,
-    tightest,
 )
+from jaxfl.privacy.accounting.ledgers import Epsilon, tightest
 from jaxfl.privacy.mechanisms import BandedNoise, BLTNoise, Mechanism, blt
 from jaxfl.privacy.sampling import (
     MOST_BINS,

@@ -15,13 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxfl._validate import check_path, checked, show
-from jaxfl.files import is_regular, read, read_arrays, replacing
+from jaxfl._support.checks import check_path, checked, show
+from jaxfl._support.files import is_regular, read, read_arrays, replacing
 from jaxfl.privacy.statement import statement_lines
-from jaxfl.run import plots, report
-from jaxfl.run.checkpoint import checkpoints
-from jaxfl.run.comparison import Comparison, Row, at_an_end
-from jaxfl.run.fingerprint import in_words
+from jaxfl.report import layout, plots
+from jaxfl.report.comparison import Comparison, Row, at_an_end
+from jaxfl.report.facts import in_words
 
 _CLIENTS = 1000
 """Largest number of clients that a page lists, so that it stays below a megabyte."""
@@ -54,7 +53,7 @@ def _check_client_columns(name: str, value: Any) -> dict[str, list[Any]]:
 
 @checked(folder=check_path, columns=_check_client_columns)
 def write_report(
-    folder: str | os.PathLike, columns: Mapping[str, Sequence[Any]] | None = None
+    folder: str | os.PathLike, columns: Mapping[str, Sequence[Any] | np.ndarray] | None = None
 ) -> pathlib.Path:
     """Write `report.html` into the folder of a run, a sweep or a comparison, and return its path.
 
@@ -79,26 +78,26 @@ def write_report(
     path = pathlib.Path(folder)
     points = []
     if path.is_dir():
-        points = [point for point in report.points_of(path) if is_regular(point / report.METRICS)]
-    if is_regular(path / report.COMPARISON):
+        points = [point for point in layout.points_of(path) if is_regular(point / layout.METRICS)]
+    if is_regular(path / layout.COMPARISON):
         if own_columns:
             raise ValueError(
                 f"columns must be None for a comparison, got {show(columns)}. Give the folder of a "
                 "run, which has a table of clients."
             )
         values = _collect_comparison(path)
-    elif is_regular(path / report.METRICS):
+    elif is_regular(path / layout.METRICS):
         values = _collect_run(path, own_columns)
     elif points:
         values = _collect_sweep(path, points, own_columns)
     else:
         raise ValueError(
-            f"folder must hold {report.METRICS}, got {str(folder)!r} without it. "
+            f"folder must hold {layout.METRICS}, got {str(folder)!r} without it. "
             "Give the folder of a run, a sweep or a comparison."
         )
-    with replacing(path / report.PAGE) as temporary:
+    with replacing(path / layout.PAGE) as temporary:
         temporary.write_text(load_template("page.html").render(values), encoding="utf-8")
-    return path / report.PAGE
+    return path / layout.PAGE
 
 
 @functools.cache
@@ -129,12 +128,12 @@ def load_template(name: str) -> Any:
 def _collect_run(folder: pathlib.Path, own_columns: Mapping[str, list[Any]]) -> dict[str, Any]:
     """Collect what the page of a run shows."""
     rows = _load_metrics(folder)
-    statement = _load_json(folder / report.PRIVACY)
-    config = _load_json(folder / report.CONFIG)
+    statement = _load_json(folder / layout.PRIVACY)
+    config = _load_json(folder / layout.CONFIG)
     facts = _newest_facts(folder)
     title = str(facts.get("method") or config.get("method") or folder.name)
     headline = _first_metric(rows)
-    plots.draw_curves(folder / report.PRINTED, title, rows, headline)
+    plots.draw_curves(folder / layout.PRINTED, title, rows, headline)
     panels = plots.panels(rows, headline)
     return {
         "title": title,
@@ -143,9 +142,9 @@ def _collect_run(folder: pathlib.Path, own_columns: Mapping[str, list[Any]]) -> 
         "by_round": [row.values() for row in rows],
         "panels": {name: functools.partial(plots.alone, draw) for name, draw in panels.items()},
         "dropped": sum(row.get("nonfinite") or 0 for row in rows),
-        "meanings": {name: text for name, text in report.COLUMNS.items() if name in rows[-1]},
+        "meanings": {name: text for name, text in layout.COLUMNS.items() if name in rows[-1]},
         "statement": statement,
-        "canaries": _canary_scores(folder / report.AUDIT),
+        "canaries": _canary_scores(folder / layout.AUDIT),
         "clients": _client_scores(folder, rows[-1], headline, statement, own_columns),
         "config": config,
         "facts": {name: facts[name] for name in _FIRST if name in facts},
@@ -170,7 +169,7 @@ def _collect_sweep(
         rows = _load_metrics(point)
         headline = _first_metric(rows)
         scores = [rows[-1].get(name) for name in ("round", headline, f"{headline}_worst10")]
-        statement = _load_json(point / report.PRIVACY)
+        statement = _load_json(point / layout.PRIVACY)
         epsilon = statement["honest"]["aggregate"]["epsilon"] if statement else None
         lines.append([point.name, *scores, epsilon])
     title = f"{folder.name}: {len(points)} points"
@@ -179,7 +178,7 @@ def _collect_sweep(
 
 def _collect_comparison(folder: pathlib.Path) -> dict[str, Any]:
     """Collect what the page of a comparison shows."""
-    found = Comparison.load(folder / report.COMPARISON)
+    found = Comparison.load(folder / layout.COMPARISON)
     methods = list(dict.fromkeys(method for method, _ in found.cells))
     silent = [row["method"] for row in found.rows if row["stated"] == 0]
     without_noise = [method for method, epsilon in found.cells if epsilon == math.inf]
@@ -203,7 +202,7 @@ def _collect_comparison(folder: pathlib.Path) -> dict[str, Any]:
     for row in found.missing:
         point = "; ".join(f"{name} {_in_short(value)}" for name, value in row["chosen"].items())
         missing.append([row["method"], row["epsilon"], row["seed"], point, row["reason"]])
-    runs = sorted(folder.glob(f"*/seed=*/*/{report.METRICS}"))
+    runs = sorted(folder.glob(f"*/seed=*/*/{layout.METRICS}"))
     facts = next((_newest_facts(run.parent) for run in runs), {})
     return {
         "title": f"Comparison of {len(methods)} method{'s' * (len(methods) > 1)}",
@@ -232,7 +231,7 @@ def _statement_of(row: Row, folder: pathlib.Path) -> dict[str, Any]:
     """Return the statement of a row's run, or nothing if the run is not inside the folder."""
     run = folder / str(row.get("run", ""))
     inside = run != folder and run.resolve().is_relative_to(folder.resolve())
-    return _load_json(run / report.PRIVACY) if inside else {}
+    return _load_json(run / layout.PRIVACY) if inside else {}
 
 
 def _choice(row: Row) -> list[Any]:
@@ -294,7 +293,7 @@ def _client_scores(
     own_columns: Mapping[str, list[Any]],
 ) -> dict[str, Any]:
     """Return the scores of the clients at the last evaluation, the worst first."""
-    arrays = _load_arrays(folder / report.PER_CLIENT)
+    arrays = _load_arrays(folder / layout.PER_CLIENT)
     if not len(arrays.get(headline, ())):
         _check_lengths(own_columns, 0)
         return {}
@@ -302,7 +301,7 @@ def _client_scores(
     scores = {name: values[-1] for name, values in arrays.items() if np.ndim(values) == 2}
     tested = arrays["test_size"] > 0
     values = np.where(tested, scores[headline], np.nan)
-    columns: dict[str, Any] = {"client": np.arange(len(values))} | own_columns | scores
+    columns: dict[str, Any] = {"client": np.arange(len(values)), **own_columns, **scores}
     columns["test examples"] = arrays["test_size"]
     columns["rounds"] = arrays.get("participations")
     for name, seen in statement.get("honest", {}).items():
@@ -347,8 +346,8 @@ def _canary_scores(path: pathlib.Path) -> dict[str, Callable[[], Any]]:
 
 def _newest_facts(folder: pathlib.Path) -> dict[str, Any]:
     """Return the plan and the fingerprint in the newest checkpoint of a run, or of its sweep."""
-    own = checkpoints(folder / report.CHECKPOINTS)
-    for path in reversed([*checkpoints(folder.parent / report.CHECKPOINTS), *own]):
+    own = layout.checkpoints(folder / layout.CHECKPOINTS)
+    for path in reversed([*layout.checkpoints(folder.parent / layout.CHECKPOINTS), *own]):
         # The reports may be intact even if a checkpoint is damaged.
         with contextlib.suppress(ValueError):
             if manifest := _load_json(path / "manifest.json"):
@@ -365,7 +364,7 @@ def _load_metrics(folder: pathlib.Path) -> list[Row]:
             raise LookupError("round")
         return rows
 
-    return _load(folder / report.METRICS, parse)
+    return _load(folder / layout.METRICS, parse)
 
 
 def _first_metric(rows: Sequence[Row]) -> str:

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jaxfl import algorithms
-from jaxfl.run import plots
-from jaxfl.run.comparison import Comparison
-from jaxfl.run.looks import METHODS, looks, series
+from jaxfl.report import plots
+from jaxfl.report.comparison import Comparison
+from jaxfl.report.looks import METHODS, looks, series
 
 
 def rows(count, *, noisy=True, every=10):

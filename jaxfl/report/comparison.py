@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from jaxfl._validate import checked, probability
-from jaxfl.files import read, write_json
-from jaxfl.run import plots
+from jaxfl._support.checks import checked, probability
+from jaxfl._support.files import read, write_json
+from jaxfl.report import plots
 
 Row: TypeAlias = dict[str, Any]
 """Columns of a run, of a choice or of a missing run, by name."""

@@ -1,6 +1,6 @@
 """Convolution and pooling with windows of any kind, as slices with their own differentiation rules.
 
-This covers what `jaxfl.models._convolution` does not, by the same idea. Activations are batch-minor
+This covers what `kernels.convolution` does not, by the same idea. Activations are batch-minor
 (channels, *spatial, batch), so that each tap t of a window is a slice x_t of long contiguous rows.
 All taps are the patches P of one batch of products,
 

@@ -1,6 +1,5 @@
-"""Epsilon of a ledger for each observer, planned ledgers, running epsilons, and calibration."""
+"""Epsilon of a ledger for each observer, planned ledgers, and running epsilons."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -8,21 +7,18 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from jaxfl._validate import (
+from jaxfl._support.checks import (
     check_fraction,
-    check_numbers,
-    check_positive,
     checked,
     probability,
     show,
 )
-from jaxfl.lazy import dp_accounting
-from jaxfl.privacy import accountants
-from jaxfl.privacy.accountants import Accountant, failure_probability, least_epsilon
+from jaxfl.privacy.accounting import accountants
+from jaxfl.privacy.accounting.accountants import Accountant, failure_probability
+from jaxfl.privacy.accounting.observers import Observer, View
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
-from jaxfl.privacy.observers import Observer, View, plain_view
-from jaxfl.privacy.sampling import Full, Poisson, Sampling, limited
+from jaxfl.privacy.sampling import Full
 from jaxfl.types import Ledger, Terms
 
 Unit = Literal["client", "example"]
@@ -33,23 +29,6 @@ BOTH: tuple[Accountant, ...] = ("pld", "rdp")
 
 _FULL = Full()
 _TINY = "the noise or delta is too small to account for"
-
-_LEAST_BUDGET = 1e-8
-"""Smallest epsilon that noise is sought for."""
-
-_MOST_BUDGET = 1e5
-"""Largest epsilon that noise is sought for."""
-
-
-def check_budget(name: str, value: Any) -> float:
-    """Require an epsilon whose noise accountants can find in floating point."""
-    budget = check_positive(name, value)
-    if _LEAST_BUDGET <= budget <= _MOST_BUDGET:
-        return budget
-    raise ValueError(
-        f"{name} must be from {_LEAST_BUDGET:g} to {_MOST_BUDGET:g}, got {show(value)}. "
-        "Give an epsilon in that range, or leave the noise out: a larger epsilon protects nobody."
-    )
 
 
 def check_ledger(name: str, value: Any) -> Ledger:
@@ -111,7 +90,7 @@ def epsilon(
             read from the ledger.
         observer: "aggregate" sees noisy sums only. "upload" sees every upload. "client" is another
             client, which sees the sums and knows the noise that it added itself. See
-            `jaxfl.privacy.observers`.
+            `jaxfl.privacy.accounting.observers`.
         accountant: "pld" gives the smallest valid bound. Some sampling, such as that without
             replacement, has a theorem for RDP only. The bound is then by RDP. "rdp" uses RDP alone.
         delta: Failure probability. None stands for min(1e-5, 1 / (10 C)) with C clients.
@@ -182,7 +161,7 @@ def epsilons(
     parts = [view]
     if one_round and not accountants.trivial(view):
         parts = list(accountants.worst_rounds(view))
-    return _bounds(parts, by, delta, clients)
+    return bounds_of(parts, by, delta, clients)
 
 
 def _view(
@@ -199,10 +178,10 @@ def _view(
     view = mechanism.view(ledger, observer, replaced=replaced, one_round=one_round)
     if unit == "example":
         view = accountants.worst_client(view)
-    return _of_states(view) if stateful else view
+    return of_states(view) if stateful else view
 
 
-def _bounds(
+def bounds_of(
     parts: Sequence[View], by: Sequence[Accountant], delta: float, clients: int, repeats: int = 1
 ) -> dict[Accountant, Epsilon]:
     """Return each accountant's largest epsilons over several views, each of them repeated."""
@@ -211,7 +190,7 @@ def _bounds(
     return {accountant: _worst(parts, accountant, delta, clients, repeats) for accountant in by}
 
 
-def _of_states(view: View) -> View:
+def of_states(view: View) -> View:
     """Return the view without amplification that requires stateless clients."""
     if view.amplified is not None and view.amplified.stateless:
         return view._replace(amplified=None)
@@ -393,7 +372,7 @@ def running_epsilon(
         if terms.broken is not None:
             return dict.fromkeys(BOTH, math.inf)
         view = accountants.most_exposed(_view(ledger, mechanism, observer, stateful=stateful))
-        bounds = _bounds([view], BOTH, delta, view.multiplier.shape[1])
+        bounds = bounds_of([view], BOTH, delta, view.multiplier.shape[1])
         return {accountant: bound.value for accountant, bound in bounds.items()}
 
     def example(ledger: Ledger) -> float:
@@ -437,330 +416,3 @@ def first_rounds(ledger: Ledger, done: int) -> Ledger:
 def no_epsilon(clients: int, reason: str) -> Epsilon:
     """Return the infinite epsilon of unprotected clients."""
     return Epsilon(math.inf, np.full(clients, math.inf), "none", reason)
-
-
-class Exposure(NamedTuple):
-    """View of a planned run's most exposed client, against an observer of sums.
-
-    The run reveals the view `repeats` times.
-    """
-
-    view: View
-    repeats: int
-
-    def scaled(self, factor: float) -> "Exposure":
-        """Return the exposure with `factor` times the noise."""
-        return self._replace(view=self.view.scaled(factor))
-
-    def epsilons(
-        self, clients: int, delta: float, by: Sequence[Accountant] = BOTH
-    ) -> dict[Accountant, Epsilon]:
-        """Return the epsilon by each accountant. Every client counts as the most exposed one."""
-        found = _bounds([self.view], by, delta, self.view.multiplier.shape[1], self.repeats)
-        return {
-            accountant: worst._replace(per_client=np.broadcast_to(worst.value, clients))
-            for accountant, worst in found.items()
-        }
-
-
-def planned_exposure(
-    mechanism: Mechanism,
-    clients: int,
-    rounds: int,
-    *,
-    participations: int | None = None,
-    separation: int | None = None,
-    stateful: bool = False,
-) -> Exposure:
-    """Return what a planned run reveals of its most exposed client.
-
-    Equal rounds are accounted for once, so neither the number of clients nor that of rounds costs
-    memory. They do if noise or weights follow a schedule, or if noise is correlated.
-
-    Args:
-        mechanism: Mechanism with its noise and its sampler.
-        clients: Number of clients.
-        rounds: T, the number of rounds.
-        participations: Most rounds of a client, as a server enforces it. None leaves it to the
-            sampler.
-        separation: Fewest rounds from one participation of a client to its next, as a server
-            enforces it. None leaves it to the sampler.
-        stateful: Whether clients keep a state (see `epsilon`).
-    """
-    sampling = limited(mechanism.sampling, rounds, participations, separation)
-    mechanism = dataclasses.replace(mechanism, sampling=sampling)
-    tables = mechanism.client_noise_table, mechanism.weight_table, mechanism.noise_multiplier_table
-    length = max(len(table) for table in tables)
-    if length not in (1, rounds):
-        mechanism.check_fits(clients, rounds)
-    view = mechanism.view(mechanism.planned(clients, length), "aggregate")
-    if view.grows and length < rounds:
-        length = min(view.turn or rounds, rounds)
-        view = mechanism.view(mechanism.planned(clients, length), "aggregate")
-    repeats = -(-rounds // length)
-    if participations is not None:
-        repeats = min(repeats, participations)
-    view = _of_states(view) if stateful else view
-    return Exposure(accountants.worst_client(view), repeats)
-
-
-@checked(epsilon=check_budget, delta=probability, shape=check_numbers)
-def calibrate(
-    epsilon: float,
-    *,
-    clients: int,
-    rounds: int,
-    sampling: Sampling = _FULL,
-    mechanism: Mechanism | None = None,
-    delta: float | None = None,
-    accountant: Accountant = "pld",
-    shape: Sequence[float] | np.ndarray | None = None,
-    stateful: bool = False,
-    participations: int | None = None,
-    separation: int | None = None,
-) -> float:
-    r"""Return the smallest noise multiplier z whose epsilon for sums is at most `epsilon`.
-
-    Args:
-        epsilon: Target for the whole run. The result's epsilon stays below it, by at most 0.1% if
-            possible.
-        clients: Number of clients.
-        rounds: T, the number of rounds.
-        sampling: Rule that draws the participants of each round. The default draws all clients.
-        mechanism: Mechanism to calibrate, whose sampler replaces `sampling`. Its multiplier is not
-            read. None stands for the Gaussian mechanism.
-        delta: Failure probability. None stands for min(1e-5, 1 / (10 clients)).
-        accountant: "pld" gives the smallest valid bound (see `epsilon`). "rdp" needs more noise.
-        shape: Relative noise by round `[T]`. The result is then a factor on it. None gives all
-            rounds the same noise.
-        stateful: Whether clients keep a state (see `epsilon`). If not, fixed-size sampling may need
-            less noise.
-        participations: k, the most rounds in which a client takes part, which the server of a
-            deployment enforces. None allows as many as the sampler and `separation` do.
-        separation: b, the fewest rounds from one participation of a client to its next, which the
-            server enforces if the sampler does not. None leaves it to the sampler.
-
-    Limits replace amplification by sampling (see `jaxfl.privacy.sampling.Limited`). With
-    independent noise the run is one Gaussian of multiplier :math:`z / \sqrt{k}`. With a strategy c
-    of at most b bands the multiplier is :math:`z / (\sqrt{k} \|c\|_2)`
-    (`jaxfl.privacy.mechanisms.correlated`).
-
-    >>> round(calibrate(1.0, clients=20, rounds=100), 1)
-    37.3
-    >>> round(calibrate(1.0, clients=20, rounds=400, participations=100), 1)
-    37.3
-    """
-    if shape is not None and len(shape) != rounds:
-        raise ValueError(
-            f"shape must have one number above 0 per round, got {show(shape)} for {rounds} rounds. "
-            f"Give {rounds} numbers."
-        )
-    scale = np.ones(1) if shape is None else np.asarray(shape, float)
-    base = Mechanism(clip=1.0, sampling=sampling) if mechanism is None else mechanism
-    weighed = len(base.weight_table)
-    if weighed not in (1, rounds):
-        raise ValueError(
-            f"mechanism.weights must cover 1 or {rounds} rounds, got {show(base.weights)} "
-            f"of {weighed} rounds. Give weights for each round, or the same ones for all."
-        )
-
-    def exposed(factor: float) -> Exposure:
-        noise = tuple((factor * scale).tolist())
-        multiplier = noise if len(noise) > 1 else noise[0]
-        probe = dataclasses.replace(base, clip=1.0, noise_multiplier=multiplier)
-        limits: dict[str, Any] = {"participations": participations, "separation": separation}
-        return planned_exposure(probe, clients, rounds, stateful=stateful, **limits)
-
-    exposure = check_scales("mechanism", base, exposed)
-    return needed_noise(exposure, epsilon, failure_probability(delta, clients), accountant)
-
-
-def check_scales(name: str, mechanism: Mechanism, exposed: Callable[[float], Exposure]) -> Exposure:
-    """Require a mechanism whose epsilon follows from its multiplier, and return its exposure at 1.
-
-    Args:
-        name: Name of the argument that is the mechanism.
-        mechanism: The mechanism.
-        exposed: Function from a multiplier to what a run at this multiplier exposes.
-    """
-    if np.any(mechanism.client_noise):
-        raise ValueError(
-            f"{name} must have no noise by its clients, got {mechanism!r}. "
-            "Let the server add the noise, or use calibrate_upload."
-        )
-    exposure = exposed(1.0)
-    view = exposure.view
-    # Twice the noise must give twice the multipliers, else no factor on the noise can be found.
-    scales = not accountants.trivial(view) and np.allclose(
-        exposed(2.0).view.multiplier, 2 * view.multiplier
-    )
-    if not scales:
-        raise ValueError(
-            f"{name} must have an epsilon that follows from noise_multiplier, got "
-            f"{mechanism!r} ({view.silent}). "
-            "Give a mechanism whose noise_multiplier sets its noise."
-        )
-    return exposure
-
-
-@checked(epsilon=check_budget, delta=probability)
-def calibrate_upload(
-    epsilon: float,
-    *,
-    participations: int,
-    clients: int | None = None,
-    delta: float | None = None,
-    accountant: Accountant = "pld",
-) -> float:
-    """Return the smallest client noise s whose epsilon for uploads is at most `epsilon`.
-
-    The noise is a std over the clip bound.
-
-    Args:
-        epsilon: Target for the whole run under replace-one adjacency.
-        participations: Most rounds in which a client uploads.
-        clients: Number of clients, for the default delta. None suits up to 10,000 clients.
-        delta: Failure probability. None stands for min(1e-5, 1 / (10 clients)).
-        accountant: "pld", which is exact here, or "rdp", which needs more noise.
-
-    >>> round(calibrate_upload(1.0, participations=100), 1)
-    74.6
-    """
-    delta = failure_probability(delta, clients)
-    exposure = Exposure(plain_view(np.full((1, 1), 0.5), "Gaussian"), participations)
-    return needed_noise(exposure, epsilon, delta, accountant)
-
-
-@checked(epsilon=check_budget, rate=check_fraction, delta=probability)
-def calibrate_examples(
-    epsilon: float,
-    *,
-    rate: float,
-    steps: int,
-    participations: int,
-    examples: int | None = None,
-    delta: float | None = None,
-    accountant: Accountant = "pld",
-) -> float:
-    """Return the smallest noise multiplier of `DPSGD` whose epsilon is at most `epsilon`.
-
-    Args:
-        epsilon: Example-level target for the whole run under zero-out adjacency.
-        rate: Probability that an example is in a batch.
-        steps: Local steps per round.
-        participations: Most rounds in which a client participates.
-        examples: Number of training examples of all clients, for the default delta. None suits up
-            to 10,000 examples.
-        delta: Failure probability. None stands for min(1e-5, 1 / (10 examples)).
-        accountant: "pld", or "rdp", which needs more noise.
-
-    >>> round(calibrate_examples(7.05, rate=0.1, steps=10, participations=10), 2)
-    1.0
-    """
-    delta = failure_probability(delta, examples)
-    total = {"clients": 1, "rounds": steps * participations, "sampling": Poisson(rate)}
-    return calibrate(epsilon, delta=delta, accountant=accountant, **total)
-
-
-def rough_noise(exposure: Exposure, target: float, delta: float) -> float:
-    """Return a noise factor whose epsilon is about the target, by RDP with few orders.
-
-    These orders prove no epsilon below some bound, whatever the noise. For smaller targets the
-    central limit gives the factor.
-    """
-    view, repeats = exposure
-    total = accountants.total_multiplier(view.multiplier.min(axis=1)) / math.sqrt(repeats)
-    gaussian = view.rate * dp_accounting.get_sigma_gaussian(target, delta) / float(total)
-    order = accountants.MOST_ROUGH
-    if target <= math.log1p(-1 / order) - math.log(delta * order) / (order - 1):
-        return gaussian
-    return _search(
-        lambda noise: least_epsilon(view.scaled(noise), "rdp", delta, repeats, _WIDE),
-        target,
-        gaussian,
-    )
-
-
-def needed_noise(exposure: Exposure, target: float, delta: float, accountant: Accountant) -> float:
-    """Return the noise factor whose epsilon is at most the target, and at most 0.1% below it."""
-    view, repeats = exposure
-
-    def spent(noise: float, grid: float = 1.0) -> float:
-        return least_epsilon(view.scaled(noise), accountant, delta, repeats, grid)
-
-    noise = rough_noise(exposure, target, delta)
-    if accountant == "pld" and view.hidden.any():
-        closer = _by_wide_grids(spent, target, noise)
-        return _search(spent, target, closer, slack=3e-4)
-    return _search(spent, target, noise)
-
-
-_MOST_ATTEMPTS = 60
-"""Most epsilons that a search computes."""
-
-_WIDE = 16.0
-"""Width of the grid of losses in searches. An epsilon takes a tenth of the usual time."""
-
-
-def _by_wide_grids(spent: Callable[[float, float], float], target: float, noise: float) -> float:
-    """Return the noise that spends about the target.
-
-    A grid adds to epsilon in proportion to its squared width, so two widths give the epsilon
-    without a grid. If the grid adds much, which happens at very small budgets, the first guess is
-    as good.
-    """
-    if spent(noise, _WIDE) > target:
-        return noise
-    noise = _search(lambda factor: spent(factor, _WIDE), target, noise)
-    value = spent(noise, _WIDE)
-    half = spent(noise, _WIDE / 2)
-    excess = value / (half - (value - half) / 3)
-    aim = target * excess * (1 - 1e-4)
-    return _search(lambda factor: spent(factor, _WIDE), aim, noise, slack=2e-4)
-
-
-def _search(
-    spent: Callable[[float], float], target: float, noise: float, slack: float = 5e-4
-) -> float:
-    """Return noise near a first guess that spends the target, or a little less.
-
-    Args:
-        spent: Function from noise to its epsilon.
-        target: Largest epsilon.
-        noise: First guess.
-        slack: Largest share of the target that may be left.
-    """
-    # Noise that is too small, and its epsilon above the target.
-    low = 0.0
-    above = math.inf
-    # Noise that is enough, and its epsilon, at most the target.
-    high = math.inf
-    below = 0.0
-    aim = target * (1 - 0.4 * slack)
-    attempt = 0
-    while below < target * (1 - slack) and high > low * (1 + 2e-5) and attempt < _MOST_ATTEMPTS:
-        # Processors differ in the last digits, and so would the noise of equal runs.
-        noise = float(f"{noise:.6g}")
-        value = spent(noise)
-        if value > target:
-            low = noise
-            above = value
-        else:
-            high = noise
-            below = value
-        attempt += 1
-        if low == 0 or math.isinf(high):
-            # Epsilon decays like a power of the noise.
-            noise *= min(max((value / aim) ** 0.8, 0.25), 4.0)
-        else:
-            # Interpolate log-linearly, or bisect.
-            interpolate = attempt % 4 and below > 0 and math.isfinite(above)
-            part = math.log(aim / below) / math.log(above / below) if interpolate else 0.5
-            noise = high * (low / high) ** min(max(part, 0.02), 0.98)
-    if math.isinf(high):
-        raise ValueError(
-            f"epsilon must be larger for this accountant, which proves no less than {above:.3g} "
-            f"with noise of {low:.3g}, got {target:.6g}. "
-            "Give a larger epsilon, or the accountant 'pld'."
-        )
-    return high

@@ -9,12 +9,12 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from jaxfl._validate import check_path, checked, show
-from jaxfl.files import kind, opened, replacing
-from jaxfl.privacy.planning import Plan
+from jaxfl._support.checks import check_path, checked, show
+from jaxfl._support.files import kind, opened, replacing
+from jaxfl.privacy.accounting.planning import Plan
 from jaxfl.privacy.sampling import NEEDS
 from jaxfl.privacy.statement import NOT_COVERED, OBSERVERS, PRECISION, UNIT
-from jaxfl.run.page import load_template
+from jaxfl.report.page import load_template
 
 _PACKAGES = ("jaxfl", "dp-accounting", "numpy", "scipy")
 """Packages whose versions decide the numbers."""

@@ -6,18 +6,20 @@ import json
 import math
 import os
 import shutil
+from typing import Any
 
 import numpy as np
 import optax
 import pytest
 from algorithms_table import MODEL, SIZES, small_clients
-from test_compare import METHODS, SETTING, row
+from comparisons import METHODS, SETTING, row
 
 import jaxfl
 from jaxfl import Comparison, LocalSGD, simulate, sweep, write_report
 from jaxfl.algorithms import dp_fedavg
 from jaxfl.privacy import Full
-from jaxfl.run import report
+from jaxfl.report import layout
+from jaxfl.run.folder import run_folder
 
 
 class Page(html.parser.HTMLParser):
@@ -66,7 +68,7 @@ class Page(html.parser.HTMLParser):
 
 
 def lines(folder):
-    return [json.loads(line) for line in (folder / report.METRICS).read_text().splitlines()]
+    return [json.loads(line) for line in (folder / layout.METRICS).read_text().splitlines()]
 
 
 NAME = "a <b>\"&' $x_1$"
@@ -78,7 +80,7 @@ METHOD = dp_fedavg(
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
-    folder = report.run_folder(root, "m", {"rate": 0.1, "note": "<script>alert(1)</script>"}, 0)
+    folder = run_folder(root, "m", {"rate": 0.1, "note": "<script>alert(1)</script>"}, 0)
     method = METHOD._replace(
         name=NAME, terms=METHOD.terms._replace(claim=(0.5, "a rule of <i>ours</i>"))
     )
@@ -101,7 +103,7 @@ def test_the_page_has_every_client_the_worst_first(run):
     folder, _, page = run
     (found,) = page.table("client")
     assert sorted(line[0] for line in found) == list(range(len(SIZES)))
-    with np.load(folder / report.PER_CLIENT) as arrays:
+    with np.load(folder / layout.PER_CLIENT) as arrays:
         for client, accuracy, loss, size, rounds, *_ in found:
             assert (accuracy, loss) == (
                 arrays["accuracy"][-1][int(client)],
@@ -123,10 +125,11 @@ def test_columns_of_the_user_stand_beside_each_clients_score(run, tmp_path):
     assert [line[1:3] for line in found] == [[f"ward <{int(i)}>", 10 * i] for i, *_ in found]
     with pytest.raises(ValueError, match=f"value for each of {len(SIZES)} clients .* got 1"):
         write_report(folder, {"ward": ["a"]})
-    for wrong in (["a"], {"ward": "a"}, {1: names}, {"ward": [None] * len(SIZES)}):
+    mistakes: list[Any] = [["a"], {"ward": "a"}, {1: names}, {"ward": [None] * len(SIZES)}]
+    for wrong in mistakes:
         with pytest.raises(TypeError, match="columns must be lists of texts or numbers by name"):
             write_report(folder, wrong)
-    (folder / report.PER_CLIENT).unlink()
+    (folder / layout.PER_CLIENT).unlink()
     with pytest.raises(ValueError, match="each of 0 clients with scores"):
         write_report(folder, {"ward": names})
 
@@ -159,7 +162,7 @@ def test_names_are_escaped_and_nothing_is_loaded(run):
     assert page.texts["h1"] == page.texts["title"] == [NAME]
     assert {"script", "b", "i", "img", "link"}.isdisjoint(page.texts)
     assert any("<script>alert(1)</script>" in line for rows in page.tables for line in rows)
-    assert "<script" not in (folder / report.PAGE).read_text()
+    assert "<script" not in (folder / layout.PAGE).read_text()
     assert all(address.startswith("#") for address in page.addresses)
     assert len(page.ids) == len({*page.ids})
     known = {f"#{name}" for name in page.ids}
@@ -183,40 +186,40 @@ def test_pictures_are_on_the_page_and_beside_it(run):
         "ε so far (one client, sums)",
         "test accuracy of a client",
     } <= drawn
-    assert (folder / report.PRINTED).read_bytes().startswith(b"%PDF")
+    assert (folder / layout.PRINTED).read_bytes().startswith(b"%PDF")
 
 
 def test_a_run_that_is_not_finished_has_a_page_too(run, tmp_path):
     folder = shutil.copytree(run[0], tmp_path / "copy")
-    for name in (report.PER_CLIENT, report.PRIVACY, report.CONFIG):
+    for name in (layout.PER_CLIENT, layout.PRIVACY, layout.CONFIG):
         (folder / name).unlink()
-    (folder / report.METRICS).write_text(json.dumps(lines(folder)[0]) + "\n")
+    (folder / layout.METRICS).write_text(json.dumps(lines(folder)[0]) + "\n")
     page = Page(write_report(folder))
     assert any("2 of 4 rounds, not finished" in text for text in page.texts["p"])
-    statement = json.loads((run[0] / report.PRIVACY).read_text()) | {"rounds": 2}
-    (folder / report.PRIVACY).write_text(json.dumps(statement))  # as after Ctrl-C
+    statement = json.loads((run[0] / layout.PRIVACY).read_text()) | {"rounds": 2}
+    (folder / layout.PRIVACY).write_text(json.dumps(statement))  # as after Ctrl-C
     assert any(
         "2 of 4 rounds, not finished" in text for text in Page(write_report(folder)).texts["p"]
     )
-    (folder / report.PRIVACY).unlink()
-    shutil.rmtree(folder / report.CHECKPOINTS)
+    (folder / layout.PRIVACY).unlink()
+    shutil.rmtree(folder / layout.CHECKPOINTS)
     assert Page(write_report(folder)).texts["h1"] == ["copy"]
 
 
 def test_dropped_updates_are_told(run, tmp_path):
     folder = shutil.copytree(run[0], tmp_path / "copy")
     rows = [own | {"nonfinite": 3, "train_loss": None} for own in lines(folder)]
-    (folder / report.METRICS).write_text("".join(f"{json.dumps(own)}\n" for own in rows))
+    (folder / layout.METRICS).write_text("".join(f"{json.dumps(own)}\n" for own in rows))
     page = Page(write_report(folder))
     assert any(text.startswith("6 updates were not finite") for text in page.texts["p"])
 
 
 def test_an_audit_stands_beside_what_is_stated(run, tmp_path):
     folder = shutil.copytree(run[0], tmp_path / "copy")
-    statement = json.loads((folder / report.PRIVACY).read_text())
+    statement = json.loads((folder / layout.PRIVACY).read_text())
     audit = {"at_least": 0.25, "by": "one_run of sum", "estimate": 1.5, "canaries": 6}
-    (folder / report.PRIVACY).write_text(json.dumps(statement | {"audit": audit}))
-    np.savez(folder / report.AUDIT, taken=np.arange(6) % 2 == 0, sum=np.arange(6.0))
+    (folder / layout.PRIVACY).write_text(json.dumps(statement | {"audit": audit}))
+    np.savez(folder / layout.AUDIT, taken=np.arange(6) % 2 == 0, sum=np.arange(6.0))
     page = Page(write_report(folder))
     (stated,) = page.table("protects")
     assert stated[-2][1:] == ["audited from below", 0.25, "one_run of sum"]
@@ -232,7 +235,7 @@ def test_many_clients_are_listed_up_to_a_limit(run, tmp_path):
     sizes = np.ones(3000, np.int32)
     sizes[8] = 0
     np.savez(
-        folder / report.PER_CLIENT,
+        folder / layout.PER_CLIENT,
         accuracy=scores[None],
         loss=scores[None],
         round=[4],
@@ -242,7 +245,7 @@ def test_many_clients_are_listed_up_to_a_limit(run, tmp_path):
     worst, everyone = page.table("client", "accuracy", "loss", "test examples")
     assert [line[0] for line in everyone] == list(range(2999, 1999, -1))
     assert worst == everyone[:20]
-    assert (folder / report.PAGE).stat().st_size < 2**20
+    assert (folder / layout.PAGE).stat().st_size < 2**20
 
 
 def test_a_sweep_gets_a_page_for_each_point(tmp_path):
@@ -289,7 +292,7 @@ MADE = Comparison(
 
 
 def test_a_comparison_has_its_table_its_differences_and_what_was_tried(tmp_path):
-    MADE.save(tmp_path / report.COMPARISON)
+    MADE.save(tmp_path / layout.COMPARISON)
     page = Page(write_report(tmp_path))
     (results,) = page.table("method", "ε", "ε stated (sums)")
     infinite = {"∞": math.inf}
@@ -310,19 +313,19 @@ def test_a_comparison_has_its_table_its_differences_and_what_was_tried(tmp_path)
 def test_methods_of_an_epsilon_are_compared_with_one_that_has_no_noise(tmp_path):
     rows = [row("private", 1.0, seed, 0.5) for seed in (0, 1)]
     free = [row("free", math.inf, seed, 0.6, stated=None) for seed in (0, 1)]
-    MADE._replace(rows=rows + free).save(tmp_path / report.COMPARISON)
+    MADE._replace(rows=rows + free).save(tmp_path / layout.COMPARISON)
     (differences,) = Page(write_report(tmp_path)).table("method", "ε", "accuracy − free")
     assert [line[:2] for line in differences] == [["private", 1.0]]
-    MADE._replace(rows=rows).save(tmp_path / report.COMPARISON)
+    MADE._replace(rows=rows).save(tmp_path / layout.COMPARISON)
     assert not Page(write_report(tmp_path)).table("method", "ε", "accuracy − private")
 
 
 def test_statements_are_those_of_their_seed_and_epsilon(tmp_path, run):
-    statement = json.loads((run[0] / report.PRIVACY).read_text())
+    statement = json.loads((run[0] / layout.PRIVACY).read_text())
     rows = [row("m", epsilon, 1, 0.5) for epsilon in (1.0, 8.0)]
     for point, own in enumerate(rows):
         own["run"] = f"m/seed=1/{point}_rate=0.1"
-    MADE._replace(rows=rows).save(tmp_path / report.COMPARISON)
+    MADE._replace(rows=rows).save(tmp_path / layout.COMPARISON)
     for seed in (1, 10):
         for point, epsilon in enumerate((1.0, 8.0)):
             folder = tmp_path / "m" / f"seed={seed}" / f"{point}_rate=0.1"
@@ -330,13 +333,13 @@ def test_statements_are_those_of_their_seed_and_epsilon(tmp_path, run):
             honest = statement["honest"] | {
                 "aggregate": statement["honest"]["aggregate"] | {"epsilon": seed * epsilon}
             }
-            (folder / report.PRIVACY).write_text(json.dumps(statement | {"honest": honest}))
+            (folder / layout.PRIVACY).write_text(json.dumps(statement | {"honest": honest}))
     page = Page(write_report(tmp_path))
     assert [rows[0][2] for rows in page.table("protects")] == [1.0, 8.0]
     outside = tmp_path / "m" / "seed=10"
     outside.mkdir(exist_ok=True)
     MADE._replace(rows=[rows[0] | {"run": "../seed=1/1_rate=0.1"}]).save(
-        outside / report.COMPARISON
+        outside / layout.COMPARISON
     )
     assert not Page(write_report(outside)).table("protects")
 
@@ -349,7 +352,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 @pytest.mark.slow
 def test_compare_writes_its_page_with_each_methods_statement(tmp_path):
     found = jaxfl.compare(METHODS, small_clients(), folder=tmp_path, **SETTING)
-    page = Page(tmp_path / report.PAGE)
+    page = Page(tmp_path / layout.PAGE)
     told = page.texts["summary"]
     assert {"DP-FedAvg, ε 8", "DP-FedAvg, ε ∞", "local-only, ε ∞"} <= {*told}
     first, second, third = (rows[0] for rows in page.table("protects"))

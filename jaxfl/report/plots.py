@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import scipy
 
-from jaxfl.files import replacing
-from jaxfl.run.looks import COLORS, SERIES, Look, looks, series
+from jaxfl._support.files import replacing
+from jaxfl.report.looks import COLORS, SERIES, Look, looks, series
 
 Axes: TypeAlias = Any
 Figure: TypeAlias = Any

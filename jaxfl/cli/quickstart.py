@@ -14,15 +14,15 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxfl import algorithms
-from jaxfl._validate import check_fraction, checked, count_from_0, probability
+from jaxfl._support.checks import check_fraction, checked, count_from_0, probability
 from jaxfl.algorithms.feddpa import paper_epsilon
 from jaxfl.backend import compile_quickly
 from jaxfl.data import classes_per_client, load, make_clients
 from jaxfl.local import LocalSGD
 from jaxfl.models import digits_cnn, mlp
 from jaxfl.privacy import Mechanism, Poisson, calibrate, format_statement
+from jaxfl.run.folder import run_folder
 from jaxfl.run.recorder import Result
-from jaxfl.run.report import run_folder
 from jaxfl.run.simulate import simulate
 from jaxfl.types import Algorithm, Clients, Model
 

@@ -1,0 +1,1 @@
+"""The command `jaxfl`, and what it runs."""

@@ -1,0 +1,1 @@
+"""Convolutions, pooling and normalisation with differentiation rules of their own."""

@@ -1,0 +1,117 @@
+"""Folders of runs: their creation, what must be free in them, and their reports' removal."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxfl._support.files import kind, leftovers, write_json
+from jaxfl.engine.state_file import ROWS
+from jaxfl.report.layout import CHECKPOINTS, CONFIG, NOISE_KEY, REPORTS, STATES, points_of
+
+
+def run_folder(root: str | os.PathLike, method: str, config: Any, seed: int) -> pathlib.Path:
+    """Create `<root>/<method>/<hash>/seed=<n>/` with `config.json`, and return its path.
+
+    The hash is the hash of the configuration without the seed.
+
+    Args:
+        root: Folder of all runs.
+        method: Name of the algorithm, which must be the name of a folder.
+        config: A frozen dataclass or a mapping. Its values are JSON values, paths, arrays, or
+            dataclasses of these.
+        seed: Seed of this run.
+
+    Raises:
+        ValueError: The method's name leads to another folder, the seed is not a whole number, or a
+            value has another type.
+    """
+    named = isinstance(method, str) and method not in ("", ".", "..")
+    if not named or re.search(r"[/\\\x00-\x1f]", method):
+        raise ValueError(
+            f"method must be the name of a folder, got {method!r}. Leave out slashes and control "
+            "characters."
+        )
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+        raise ValueError(f"seed must be a whole number, got {seed!r}. Give for instance 0.")
+    values = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else dict(config)
+    values.pop("seed", None)
+    text = json.dumps({"method": method} | values, sort_keys=True, default=_as_json)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:10]
+    folder = pathlib.Path(root) / method / digest / f"seed={seed}"
+    folder.mkdir(parents=True, exist_ok=True)
+    if jax.process_index() == 0 and os.access(folder, os.W_OK):
+        write_json(folder / CONFIG, json.loads(text) | {"seed": int(seed)})
+    return folder
+
+
+def check_names(folder: pathlib.Path, runs: Sequence[pathlib.Path]) -> None:
+    """Require that a run or a sweep can write its files without following a link.
+
+    Args:
+        folder: Folder of the run or the sweep.
+        runs: Folder of the run, or of each point of the sweep.
+
+    Raises:
+        ValueError: A link or a file has the name of a folder, or a folder has the name of a file.
+    """
+    folders = [folder / CHECKPOINTS, folder / STATES, *(run for run in runs if run != folder)]
+    for path in folders:
+        if (found := kind(path)) not in (None, "a folder"):
+            raise ValueError(
+                f"{str(path)!r} must be a folder, got {found}. Remove it, or choose another folder."
+            )
+    reports = [run / name for run in runs for name in REPORTS]
+    for path in (folder / NOISE_KEY, *reports):
+        if kind(path) == "a folder":
+            raise ValueError(
+                f"{str(path)!r} must be a file, got a folder. Remove it, or choose another folder."
+            )
+
+
+def clear(folder: pathlib.Path, points: bool) -> None:
+    """Remove client states, secret bits and reports, but no files with other names.
+
+    Args:
+        folder: Folder of the run or the sweep.
+        points: Whether the reports are those of a sweep's points.
+    """
+    if jax.process_index() != 0:
+        return
+    runs = points_of(folder) if points else [folder]
+    reports = [run / name for run in runs for name in REPORTS]
+    for path in (folder / NOISE_KEY, *reports):
+        for own in (path, *leftovers(path)):
+            own.unlink(missing_ok=True)
+    (folder / STATES / ROWS).unlink(missing_ok=True)
+    for own in (folder / STATES, *(runs if points else ())):
+        # The folder may be missing, or may hold other files.
+        with contextlib.suppress(OSError):
+            own.rmdir()
+
+
+def _as_json(value: Any) -> Any:
+    """Return a value that JSON lacks as JSON, so that configurations that differ look different."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return {"type": type(value).__name__} | fields
+    if isinstance(value, pathlib.PurePath):
+        return str(value)
+    if isinstance(value, np.generic | np.ndarray | jax.Array):
+        array = np.asarray(value)
+        if array.size <= 1000:
+            return array.tolist()
+        digest = hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
+        return {"sha256": digest, "shape": array.shape, "dtype": array.dtype.name}
+    raise ValueError(
+        f"config must hold numbers, texts, arrays, paths, dataclasses, or lists of these, got "
+        f"{value!r}. Convert the value."
+    )

@@ -11,8 +11,12 @@ shift
 first=$(awk 'NF && $1 !~ /^#/ {print $1; exit}' "$hosts")
 coordinator=$first:8476
 
+# mpirun passes no variables to other hosts but those that -x names.
+export JAXFL_CACHE_DIR=${JAXFL_CACHE_DIR:-$HOME/.cache/jaxfl}
+export PYTHONPATH=${PYTHONPATH:-}
+
 # Without --bind-to none, mpirun would bind each process to a part of its host's cores.
-mpirun --hostfile "$hosts" --map-by ppr:1:node --bind-to none \
+mpirun --hostfile "$hosts" --map-by ppr:1:node --bind-to none -x JAXFL_CACHE_DIR -x PYTHONPATH \
   bash -c 'exec python -m jaxfl.launch --coordinator "$0" --processes "$OMPI_COMM_WORLD_SIZE" \
     --process "$OMPI_COMM_WORLD_RANK" "$@"' "$coordinator" run.py "$@" &
 

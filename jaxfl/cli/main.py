@@ -322,9 +322,9 @@ def plan(
         {
             "mechanism": row.kind,
             "needs": ", ".join(row.needs),
-            "bands": getattr(row.mechanism, "bands", 1),
+            "bands": getattr(row.mechanism, "bands", None),
             "noise multiplier": row.noise_multiplier,
-            "epsilon, PLD": row.pld.value,
+            "epsilon": row.epsilon,
             "epsilon, RDP": row.rdp.value,
             "noise in the model / C": row.error,
         }

@@ -43,8 +43,8 @@ class Dropouts(Sampling):
         draws. In a round without it, a client adds nothing. The sums are then those of the inner
         sampler after post-processing: the client's part is replaced by zero, as in the neighbouring
         run. The noise must not depend on who returns. The server's noise does not. If clients add
-        noise, each client counts on the server's floor and on its own noise, because all others may
-        drop out, and nothing is amplified. `Skellam` counts the shares that each round had.
+        noise, a client counts on the larger of the server's noise and its own, because all others
+        may drop out, and nothing is amplified. `Skellam` counts the shares that each round had.
     """
 
     sampling: Sampling

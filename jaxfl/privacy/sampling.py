@@ -609,9 +609,9 @@ class Limited(Sampling):
 
     Every participation counts in full. A limit makes a client's coins depend on one another, which
     no theorem of amplification covers. With at most k participations, each at least b rounds after
-    the last, independent noise is one Gaussian of multiplier :math:`(\sum_j z_j^{-2})^{-1/2}`. The
-    sum is over the k least :math:`z_j` among successive blocks of b rounds, each with its least
-    noise. A block holds one participation at most.
+    the last, independent noise is one Gaussian of multiplier :math:`(\sum_j z_j^{-2})^{-1/2}`. Here
+    the rounds are divided into blocks of b, each of which holds one participation at most. Block j
+    has its least multiplier :math:`z_j`, and the sum is over the k least of them.
 
     Args:
         sampling: Sampler that the server restrains.

@@ -34,7 +34,7 @@ METHODS = (
     "feddpa_paper", "dp_ridge", "fedadam", "mixed",
 
     "fedyogi", "pmtl", "ppsgd_centaur", "dp_fedsam",
-    "fed_smp", "blur_lus", "fedadagrad", "fedbuff",
+    "fed_smp", "blur_lus", "fedbuff", "fedadagrad",
 
     "padpfl", "padpfl_paper", "pdp_fl", "pdp_fl_paper", "byzantine",
 )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxfl._support.checks import check_path, checked, show
 from jaxfl._support.files import kind, opened, replacing
-from jaxfl.privacy.accounting.planning import Plan
+from jaxfl.privacy.accounting.planning import KINDS, Plan
 from jaxfl.privacy.sampling import NEEDS
 from jaxfl.privacy.statement import NOT_COVERED, OBSERVERS, PRECISION, UNIT
 from jaxfl.report.page import load_template
@@ -103,7 +103,13 @@ def _collect(plans: Sequence[Plan]) -> dict[str, Any]:
         "rounds": first.rounds,
         "clients": first.clients,
         "cohort": cohort,
-        "protected": {"unit": UNIT, "observer": sees, "adjacency": adjacency},
+        "protected": {
+            "unit": UNIT,
+            # Whether participation must be hidden, each row's needs say.
+            "observer": sees.removesuffix(" (participation hidden)"),
+            "adjacency": adjacency,
+        },
+        "own": sorted({each.kind for each in plans}.difference(KINDS)),
         "facts": {name: value for name, value in facts.items() if value is not None},
         "rows": [_row(each) for each in plans],
         "needs": {need: NEEDS[need] for need in needed},
@@ -115,7 +121,8 @@ def _collect(plans: Sequence[Plan]) -> dict[str, Any]:
 def _row(each: Plan) -> list[Any]:
     """Return a plan's line in the table of mechanisms."""
     tightest = min(each.pld, each.rdp, key=lambda bound: bound.value)
-    sampling = " ".join(str(value) for value in each.mechanism.sampling.describe().values())
+    kind, *numbers = each.mechanism.sampling.describe().items()
+    sampling = ", ".join([str(kind[1]), *(f"{name} {_rounded(value)}" for name, value in numbers)])
     return [
         each.kind,
         ", ".join(each.needs),
@@ -123,5 +130,9 @@ def _row(each: Plan) -> list[Any]:
         tightest.theorem,
         each.noise_multiplier,
         each.error,
-        f"{type(each.mechanism).__name__}, {sampling}",
+        f"{type(each.mechanism).__name__}; {sampling}",
     ]
+
+
+def _rounded(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -55,6 +55,9 @@ _STYLE = {
 }
 """Settings of matplotlib for all pictures."""
 
+_FORMATS = ("png", "pdf", "svg")
+"""Formats of pictures."""
+
 MEAN = ", mean and 95% interval"
 """What the name of a metric is followed by on the axis of a picture over several seeds."""
 
@@ -93,9 +96,17 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, path: str | os.PathLike) -> None:
-    """Write a figure completely or not at all. The path's suffix is the format: png, pdf or svg."""
+    """Write a figure completely or not at all. The path's suffix is the format: png, pdf or svg.
+
+    Raises:
+        ValueError: The path has another suffix.
+    """
     path = pathlib.Path(path)
     kind = path.suffix.removeprefix(".").lower() or "png"
+    if kind not in _FORMATS:
+        raise ValueError(
+            f"path must end with one of {', '.join(_FORMATS)}, got {str(path)!r}. Rename it."
+        )
     dates = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
     with style(), replacing(path) as temporary:
         figure.savefig(temporary, format=kind, metadata=dates.get(kind))

@@ -56,8 +56,9 @@ def traffic(algorithm: Algorithm, clients: Clients) -> Traffic:
 
     - A participant sends what enters the sum: each coordinate in 32 bits, or in the `bits` of
       `Skellam`. What the mechanism adds, such as the bit of `AdaptiveClip`, counts too. An update
-      with a known number of coordinates off zero (`Algorithm.sparse`) is sent as these values, with
-      a bitmap unless the server knows their places, or as all coordinates if that is shorter. If
+      of which a known number of coordinates are not zero (`Algorithm.sparse`) is sent as these
+      values, with a bitmap unless the server knows their places, or as all coordinates if that is
+      shorter. If
       clients add noise to all coordinates, all are sent.
     - A participant receives the arrays of the server's state that its update depends on, in their
       own precision. If it reads a part of an array, as `fedbuff` reads one of several states, only
@@ -243,15 +244,15 @@ def deployment_cost(
     Clients that dropped out (`availability=`) received the broadcast too. They are counted by their
     expected number, :math:`(1 - a_i) / a_i` for each update of client i that arrived.
 
-    `hours` needs a clock. A round lasts as long as the slowest participant whose update arrived. A
-    server that waits for clients who dropped out needs longer. Aggregation and evaluations take no
-    time, and a round without participants takes none.
+    `hours` needs a clock or a period. By a clock, a round lasts as long as the slowest participant
+    whose update arrived. A server that waits for clients who dropped out needs longer. Aggregation
+    and evaluations take no time, and a round without participants takes none.
 
     Args:
         result: Result of `simulate`, or of a point of `sweep`.
-        clock: Speeds of the clients. None leaves out the hours.
-        period: Seconds from one step of the server to the next, for an asynchronous method such as
-            `fedbuff`. None stands for synchronous rounds.
+        clock: Speeds of the clients, whose slowest participant ends a round.
+        period: Seconds from one step of the server to the next, in place of a clock, for a server
+            that waits for nobody (see `fedbuff`). Without either there are no hours.
 
     Returns:
         The rows of `result.metrics` with the further columns.
@@ -260,8 +261,14 @@ def deployment_cost(
         of a hidden cohort keeps secret. Do not publish them for real clients.
 
     Raises:
-        ValueError: The result is not from a run, or the clock does not fit the clients.
+        ValueError: The result is not from a run, the clock does not fit the clients, or both a
+            clock and a period are given.
     """
+    if clock is not None and period is not None:
+        raise ValueError(
+            f"period must be None with a clock, got {period!r}. Give the clock for rounds that "
+            "wait for their slowest client, or the period for a server that waits for nobody."
+        )
     assert result.origin is not None
     algorithm = result.origin.algorithm
     clients = result.origin.clients

@@ -121,9 +121,9 @@ def simulate(
 
     With a folder, the run writes metrics.jsonl, per_client.npz, privacy.json, checkpoints and, with
     matplotlib, curves.png. A later call with the same arguments resumes where the run stopped, for
-    whatever reason. It resumes bit-identically, unless it measures another chunk. A finished run is
-    read, even from a read-only folder. With more rounds it continues, and its epsilon grows,
-    because its noise stays the same. The folder is locked during the run.
+    whatever reason. It resumes bit-identically, unless `chunk="auto"` picks another size. A
+    finished run is read, even from a read-only folder. With more rounds it continues, and its
+    epsilon grows, because its noise stays the same. The folder is locked during the run.
 
     A run that differs in anything that affects results raises an error that names the difference.
     This covers the computations of the method's functions, data, partition, mechanism, key and

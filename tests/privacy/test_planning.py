@@ -234,6 +234,27 @@ def test_a_mechanism_of_ones_own_leaves_the_error_that_it_states():
     again, _ = plan(**SMALL, noise_multiplier=2.0, kinds=["poisson"], mechanisms={"bands": banded})
     assert again.kind == "bands"
     assert again.error == pytest.approx(2 / 50 * banded.error(60))
+    (alone,) = plan(**SMALL, noise_multiplier=2.0, kinds=(), mechanisms={"bands": banded})
+    assert alone.error == again.error
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Declares(Mechanism):
+    """A mechanism of one's own that declares any error."""
+
+    declared: float = 1.0
+
+    def error(self, rounds):
+        return self.declared
+
+
+@pytest.mark.parametrize("declared", [-1.0, 0.0, math.nan, math.inf])
+def test_an_error_that_ranks_nothing_is_an_error(declared):
+    own = Declares(sampling=Poisson(0.05), declared=declared)
+    with pytest.raises(
+        ValueError, match=r"mechanisms\['mine'\].error\(60\) must be a finite number"
+    ):
+        plan(**SMALL, epsilon=3.0, kinds=("poisson",), mechanisms={"mine": own})
 
 
 @pytest.mark.parametrize(

@@ -73,11 +73,19 @@ class Plan(NamedTuple):
     kind: str
     """Kind of the mechanism, or the name of a mechanism of your own."""
     mechanism: Mechanism
-    """Mechanism with a clip bound of 1. Set your bound by `dataclasses.replace`."""
+    """Mechanism with a clip bound of 1. Set your bound by `dataclasses.replace`.
+
+    Its sampler keeps no limit of `participations`. A simulated run therefore states the epsilon of
+    as many participations as its sampler allows, which may be larger than the plan's.
+    """
     clients: int
+    """Number of clients, N."""
     rounds: int
+    """Number of rounds, T."""
     delta: float
+    """Failure probability of both bounds."""
     noise_multiplier: float
+    """Standard deviation of the noise on a round's sum, over the clip bound."""
     pld: Epsilon
     """Smallest valid bound on epsilon."""
     rdp: Epsilon
@@ -136,7 +144,7 @@ class Plan(NamedTuple):
 
 def _check_kinds(name: str, value: Any) -> tuple[Kind, ...]:
     listed = isinstance(value, Sequence) and not isinstance(value, str)
-    if not listed or not value or any(kind not in KINDS for kind in value):
+    if not listed or any(kind not in KINDS for kind in value):
         raise ValueError(
             f"{name} must have kinds of mechanisms, got {show(value)}. Give some of {KINDS}."
         )
@@ -199,8 +207,9 @@ def plan(
         epsilon: Budget, which determines the noise. None if `noise_multiplier` is given.
         noise_multiplier: z, which determines epsilon. None if `epsilon` is given.
         delta: Failure probability. None stands for min(1e-5, 1 / (10 N)).
-        kinds: Kinds to compare. "banded" and "separated" take the best cycle of 2 to 64 rounds
-            whose groups hold a cohort. Correlated noise is left out beyond 100,000 rounds.
+        kinds: Kinds to compare. Empty if only `mechanisms` count. "banded" takes the best cycle
+            of 2 to 64 rounds whose groups hold a cohort. "separated" also tries as many groups as
+            there are cohorts. Correlated noise is left out beyond 100,000 rounds.
         mechanisms: Further mechanisms by name, such as one of your own, each with its sampler,
             whose cohorts must have m participants on average. Their clip bounds and noise are not
             read. The noise that they leave follows from `Mechanism.error`.
@@ -235,6 +244,7 @@ def plan(
         )
 
     def error(mechanism: Mechanism, z: float) -> float:
+        """Return the noise on the model, over C."""
         weights = mechanism.weight_table
         share = np.max(weights.max(axis=1) / weights.mean(axis=1))
         return float(z * share / mechanism.sampling.expected(clients) * mechanism.error(rounds))
@@ -301,7 +311,7 @@ def plan(
         for kind in compared
     }
     for name, own in mechanisms.items():
-        _check_fits_plan(f"mechanisms[{name!r}]", own, clients, cohort, exposed)
+        _check_fits_plan(f"mechanisms[{name!r}]", own, clients, cohort, rounds, exposed)
         candidates[name] = [dataclasses.replace(own, clip=1.0, noise_multiplier=1.0)]
     with _planning_bar(sum(map(len, candidates.values())), progress) as step:
         found = {kind: best(mechanisms, step) for kind, mechanisms in candidates.items()}
@@ -332,9 +342,16 @@ def _check_fits_plan(
     mechanism: Mechanism,
     clients: int,
     cohort: int,
+    rounds: int,
     exposed: Callable[[Mechanism], Exposure],
 ) -> None:
-    """Require cohorts as large as those of the plan, and noise that the multiplier sets."""
+    """Require the plan's cohorts, a known error, and noise that the multiplier sets."""
+    error = float(mechanism.error(rounds))
+    if not 0 < error < math.inf:
+        raise ValueError(
+            f"{name}.error({rounds}) must be a finite number above 0, got {error}. "
+            "Return the root mean square of the noise in the model, over z C."
+        )
     expected = mechanism.sampling.expected(clients)
     if abs(expected - cohort) > 1:
         raise ValueError(

@@ -86,7 +86,7 @@ class Skellam(Mechanism):
         steps: s, std of the noise on a sum of n shares, in steps. More steps round updates less,
             and need more bits.
         bits: b, from 8 to 32. The modulus of sums is 2^b.
-        dropout: Largest share of a mean cohort that may drop out without costing more than the
+        dropout: Largest fraction of a mean cohort that may drop out without costing more than the
             planned epsilon. n is the mean number of drawn clients times (1 - dropout), rounded up.
             Shares have that much more noise. `Dropouts` lets clients of the simulation drop out.
 

@@ -32,38 +32,7 @@ from jaxfl.privacy import Full, Mechanism, Poisson, Sampling, calibrate
 from jaxfl.run.candidates import Candidate, spread
 from jaxfl.types import Algorithm, Clients, Model
 
-METHODS = (
-    "local_only",
-    "fedavg",
-    "fedprox",
-    "fedrep",
-    "dp_fedavg",
-    "dp_fedavg_fb",
-    "dp_fedsam",
-    "fed_smp",
-    "blur_lus",
-    "dp_lg",
-    "centaur",
-    "fedrod",
-    "ppsgd",
-    "dp_pfeddsu",
-    "feddpa",
-    "pmtl",
-    "pmtl_ft",
-    "ditto",
-    "apfl",
-    "ifca",
-    "pfedme",
-    "per_fedavg",
-    "scaffold",
-)
-"""Names of the builders in `jaxfl.algorithms` that `Setting.algorithm` can call.
-
-They take a model, local steps, a sampler and a clip bound. Some take noise too.
-"""
-
 _Data: Any = Literal[data.NAMES]  # pyrefly: ignore[invalid-literal]
-_Method: Any = Literal[METHODS]  # pyrefly: ignore[not-a-type]
 _Model = Literal["auto", "mlp", "lenet", "lenet_groupnorm", "feddpa_cnn", "digits_cnn", "resnet20"]
 _Kind = TypeVar("_Kind")
 
@@ -223,10 +192,17 @@ class Setting:
             learning_rate: Step size of SGD.
             given: Further arguments, which replace those from the settings.
         """
+        build = getattr(algorithms, name)
+        taken = set(inspect.signature(build).parameters)
+        values = self.offered(name, learning_rate) | given
+        return build(model, **{key: value for key, value in values.items() if key in taken})
+
+    def offered(self, name: str, learning_rate: Any) -> dict[str, Any]:
+        """Return the arguments that these settings have for a method, which takes some of them."""
         batch_size = self.local.batch_size
         epochs = self.local.epochs
         sgd = optax.sgd(learning_rate, momentum=self.local.momentum or None)
-        offered = {
+        return {
             "local": LocalSGD(sgd, batch_size, epochs),
             "sampling": Full() if name == "local_only" else self.sampling,
             "batch_size": batch_size,
@@ -238,10 +214,19 @@ class Setting:
             "clip": 1.0,
             "noise_multiplier": 0.0,
         }
-        build = getattr(algorithms, name)
-        taken = set(inspect.signature(build).parameters)
-        values = offered | given
-        return build(model, **{key: value for key, value in values.items() if key in taken})
+
+
+def _takes_settings(name: str) -> bool:
+    """Return whether a builder takes a model, and needs nothing that no setting has."""
+    first, *others = inspect.signature(getattr(algorithms, name)).parameters.values()
+    needed = {each.name for each in others if each.default is each.empty}
+    return first.name == "model" and needed <= Setting().offered(name, 0.1).keys()
+
+
+METHODS = tuple(filter(_takes_settings, algorithms.__all__))
+"""Names of the builders in `jaxfl.algorithms` that `Setting.algorithm` can call."""
+
+_Method: Any = Literal[METHODS]  # pyrefly: ignore[not-a-type]
 
 
 def numbers(name: str) -> list[str]:

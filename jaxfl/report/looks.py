@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
+from jaxfl import algorithms
+
 Look: TypeAlias = dict[str, Any]
 """Colour, marker and line style of a curve, as arguments of matplotlib's `plot`."""
 
@@ -19,7 +21,7 @@ _DASHES = ("-", "--", "-.", ":")
 _LOOKS = SERIES * len(_MARKERS)
 """Number of different pairs of a colour and a marker."""
 
-METHODS = (
+_FIRST = (
     # The eight of each block have different colours, because pictures compare them.
     "dp_fedavg", "prior_corrected", "fine_tuned", "dp_fedavg_mixed",
     "ditto", "dp_fedavg_fb", "local_only", "fedavg",
@@ -38,6 +40,9 @@ METHODS = (
 
     "padpfl", "padpfl_paper", "pdp_fl", "pdp_fl_paper", "byzantine",
 )  # fmt: skip
+"""Builders whose place in the order is fixed, so that earlier pictures stay as they are."""
+
+METHODS = (*_FIRST, *sorted(set(algorithms.__all__).difference(_FIRST)))
 """Builders of `jaxfl.algorithms`, in the order of their looks (`series`)."""
 
 _ALIASES = {

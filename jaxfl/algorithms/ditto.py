@@ -36,8 +36,8 @@ def ditto(
 
     .. math:: v_i \approx \arg\min_v F_i(v) + \frac{\lambda}{2} \|v - w^t\|^2
 
-    In each of its rounds a client trains :math:`v_i` from where the last round ended. Its
-    evaluation uses :math:`v_i`.
+    A participant continues to train its :math:`v_i` from where its own last round ended. The
+    client is evaluated with :math:`v_i`.
 
     Args:
         model: The network.

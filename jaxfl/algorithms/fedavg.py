@@ -41,7 +41,7 @@ def local_only(
 ) -> Algorithm:
     """Build local training: every client trains alone, from one public initialisation.
 
-    Clients send nothing, so epsilon is 0.
+    Clients send nothing, which has an epsilon of 0. No epsilon covers their models.
 
     Args:
         model: The network.
@@ -89,7 +89,9 @@ def fedavg(
     .. math:: \theta \leftarrow \theta + \eta_g \frac{\sum_i w_i \Delta_i}{\sum_i w_i}
 
     Both sums are over the participants of a round, :math:`w_i` are the mechanism's weights, and
-    :math:`\eta_g` is the server's learning rate.
+    :math:`\eta_g` is the server's learning rate. This is the default mechanism, of which
+    `denominator="participants"` is a part. With `Mechanism(...)` as it is, the denominator is the
+    expected sum of weights.
 
     Args:
         model: The network.

@@ -101,10 +101,14 @@ class LocalSGD:
             model: Network that prepares the inputs.
             params: Parameters at the start.
             data: Examples of the client.
-            apply: Function that computes outputs. None takes that of the model.
-            mask: Trainable coordinates, or a function from parameters to them. None trains all.
-            penalty: Function whose value is added to the mean loss of every batch.
-            loss: Mean loss of a batch. None takes that of the model's task.
+            apply: Function `apply(params, x, key)` that computes outputs of a prepared batch. None
+                takes that of the model.
+            mask: Trainable coordinates (bool, shaped like `params`), or a function from parameters
+                to them. None trains all.
+            penalty: Function `penalty(params)` whose value is added to the mean loss of every
+                batch. To stay near a broadcast, let it close over the broadcast.
+            loss: Function `loss(outputs, labels, weights)` that returns the mean loss of a batch.
+                None takes that of the model's task.
             gradient: Change of each step's gradient, such as `jaxfl.local.sam.sam`.
 
         Returns:

@@ -89,10 +89,10 @@ class DPSGD:
 
     Args:
         clip: C, L2 bound on the gradient of one example.
-        noise_multiplier: z, std of the noise on the sum over C. A number or `[1]` for all clients,
-            or one number per client `[C]` (see `jaxfl.privacy.calibrate_examples`).
+        noise_multiplier: z, std of the noise on the sum, divided by C. A number or `[1]` for all
+            clients, or one number per client `[C]` (see `jaxfl.privacy.calibrate_examples`).
         rate: q, the probability that an example is in a batch. A number for all clients, or one per
-            client `[C]`: rates B / n give clients of n examples, which are public, batches of B on
+            client `[C]`. With a rate of B / n, where n is public, batches have B examples on
             average.
         steps: Local steps per round.
         optimizer: Any optax transformation, with a fresh state in every round.
@@ -327,7 +327,7 @@ def noisy_gradient(
         apply: Function that returns the outputs of a prepared batch.
         prepare: Function that normalises and lays out a batch.
         loss: Function of outputs, labels and weights, which is called with one example.
-        noise_multiplier: z, std of the noise on the sum over C.
+        noise_multiplier: z, std of the noise on the sum, divided by C.
         ghost_norms: `Model.ghost_norms`, for a model that draws nothing. Two gradients of the batch
             then replace one gradient per example. None takes one gradient per example.
         drawing: Key for layers that draw, from which each example derives its own key. None if no

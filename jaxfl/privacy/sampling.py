@@ -252,7 +252,7 @@ class FixedSize(Sampling):
 
     def expected(self, clients: int) -> float:
         """Return the number of participants."""
-        check_count("size", self.size, most=clients)
+        _check_holds(self.size, clients)
         return float(self.size)
 
     def sample(
@@ -548,6 +548,15 @@ class BallsInBins(Sampling):
         """Return one participation in each epoch."""
         del stateful
         return ("each once",)
+
+
+def _check_holds(size: int, clients: int) -> None:
+    """Require enough clients for a cohort."""
+    if size > clients:
+        raise ValueError(
+            f"size must be at most {clients}, the number of clients, got {size}. "
+            "Give a smaller size, or more clients."
+        )
 
 
 def _coins_below_one(rate: Number) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """Privacy statement of a run: guarantees by observer, claims, and what no epsilon covers."""
 
+import itertools
 import logging
 import math
 import re
@@ -194,7 +195,7 @@ def privacy_statement(
         "examples": None if dp_sgd is None else _examples(ledger, dp_sgd, of_example, examples),
         "claim": claim,
         "warnings": warnings,
-        "assumed": _assumed(mechanism, randomness, stateful),
+        "assumed": _assumed(mechanism, randomness, stateful) if noisy else [],
         "not_covered": [
             *NOT_COVERED,
             PRECISION[mechanism.noise],
@@ -288,16 +289,16 @@ def format_statement(statement: dict[str, Any], *, markdown: bool = False) -> st
     Privacy of one client (all of its data, 4 clients), delta 1e-05
       mechanism: clip 1, noise multiplier 10, client noise 0, sampling full,
         denominator expected, 100 rounds
-      guarantee against an observer of noisy sums and broadcasts (participation
-        hidden):
+      guarantee for one client, against an observer of noisy sums and broadcasts
+        (participation hidden):
         epsilon 4.377 in total, 0.3407 for one round alone
         by: Gaussian, zero-out; PLD
         also: 4.73 and 0.3753 (Gaussian, zero-out; RDP)
         zero-out: the client's clipped update is replaced by zero, and the number of
           clients is public
         with one example replaced: 9.997 (Gaussian, replace-one; PLD)
-      guarantee against an observer of every upload and every cohort (no
-        amplification):
+      guarantee for one client, against an observer of every upload and every cohort
+        (no amplification):
         no finite epsilon: the server sees uploads without noise
       claimed, not verified: epsilon 1 (one round's epsilon)
       warning: noise from a known seed: ...
@@ -307,7 +308,7 @@ def format_statement(statement: dict[str, Any], *, markdown: bool = False) -> st
     **Privacy of one client (all of its data, 4 clients), delta 1e-05**
     <BLANKLINE>
     - mechanism: clip 1, noise multiplier 10, client noise 0, sampling full, ...
-    - guarantee against an observer of noisy sums and broadcasts (participation hidden):
+    - guarantee for one client, against an observer of noisy sums and broadcasts ...
       - epsilon 4.377 in total, 0.3407 for one round alone
       ...
     """
@@ -342,32 +343,37 @@ def statement_lines(statement: dict[str, Any]) -> list[Line]:
     Statements of older versions lack some of them.
     """
     sampling = " ".join(str(value) for value in statement["sampling"].values())
-    title = (
-        f"Privacy of one client (all of its data, {statement['clients']} clients), "
-        f"delta {statement['delta']:g}"
-    )
+    honest = statement["honest"].values()
+    of_clients = any(seen["epsilon"] != "inf" for seen in honest)
+    examples = statement.get("examples")
+    if not of_clients and examples and examples["epsilon"] != "inf":
+        title = (
+            f"Privacy of one example ({statement['clients']} clients), "
+            f"delta {examples.get('delta', statement['delta']):g}"
+        )
+    else:
+        title = (
+            f"Privacy of one client (all of its data, {statement['clients']} clients), "
+            f"delta {statement['delta']:g}"
+        )
     mechanism = (
         f"mechanism: clip {_four_digits(statement['clip'])}, "
         f"noise multiplier {_span(statement['noise_multiplier'])}, "
         f"client noise {_span(statement['client_noise'])}, sampling {sampling}, "
         f"denominator {statement['denominator']}, {statement['rounds']} rounds"
     )
-    lines = [
-        Line(0, title),
+    client_lines = [
         Line(1, mechanism),
         *(Line(1, detail) for detail in statement.get("details", ())),
     ]
-    honest = statement["honest"].values()
-    of_clients = []
     for seen in honest:
-        of_clients.append(Line(1, f"guarantee against an observer of {seen['sees']}:"))
-        of_clients += _observer_lines(seen)
-    of_examples = _example_lines(statement)
+        client_lines.append(
+            Line(1, f"guarantee for one client, against an observer of {seen['sees']}:")
+        )
+        client_lines += _observer_lines(seen)
+    parts = [client_lines, _example_lines(statement)]
     # A finite guarantee comes first.
-    if any(seen["epsilon"] != "inf" for seen in honest):
-        lines += of_clients + of_examples
-    else:
-        lines += of_examples + of_clients
+    lines = [Line(0, title), *itertools.chain(*(parts if of_clients else reversed(parts)))]
     if audit := statement.get("audit"):
         text = (
             f"audited from below with {audit['canaries']} canaries: epsilon is at least "

@@ -90,6 +90,11 @@ def write_report(
         values = _collect_run(path, own_columns)
     elif points:
         values = _collect_sweep(path, points, own_columns)
+    elif not path.is_dir():
+        raise ValueError(
+            f"folder must be the folder of a run, a sweep or a comparison, got {str(folder)!r}, "
+            "which is no folder. Run `simulate`, `sweep` or `compare` with it first."
+        )
     else:
         raise ValueError(
             f"folder must hold {layout.METRICS}, got {str(folder)!r} without it. "
@@ -261,24 +266,24 @@ def _validated(row: Row, headline: str) -> tuple[str, list[str], list[tuple]]:
 
 
 def _guarantees(statement: Mapping[str, Any]) -> list[list[Any]]:
-    """Return who is protected against which observer, at which epsilon, and by which theorem."""
+    """Return who is protected against whom, at which epsilon and delta, and by which theorem."""
     client = "a client, all of its data"
+    delta = statement["delta"]
     steps = statement.get("examples")
     found = []
     for seen in statement["honest"].values():
-        found.append((client, seen["sees"], seen))
-        found.append((client, "another client", seen.get("against_client")))
+        found.append((client, seen["sees"], seen, delta))
+        found.append((client, "another client", seen.get("against_client"), delta))
         example = seen.get("example")
         # Where private local steps protect an example, noise on sums need not.
         if not steps or (example and example["epsilon"] != "inf"):
-            found.append(("one example", seen["sees"], example))
+            found.append(("one example", seen["sees"], example, delta))
     if steps:
-        delta = steps.get("delta", statement["delta"])
-        suffix = "" if delta == statement["delta"] else f", at delta {delta:g}"
-        found.append((f"one example, by local steps{suffix}", steps["sees"], steps))
+        own_delta = steps.get("delta", delta)
+        found.append(("one example, by local steps", steps["sees"], steps, own_delta))
     lines = [
-        [protects, observer, bound["epsilon"], bound.get("reason") or bound["by"]]
-        for protects, observer, bound in found
+        [protects, observer, bound["epsilon"], at_delta, bound.get("reason") or bound["by"]]
+        for protects, observer, bound, at_delta in found
         if bound
     ]
     # Finite epsilons come first.
@@ -307,6 +312,7 @@ def _client_scores(
     for name, seen in statement.get("honest", {}).items():
         epsilons = seen["pld"].get("per_client", {}).get("values")
         columns[f"ε ({name})"] = arrays.get(f"epsilon_{name}_pld", epsilons)
+    columns["ε (example)"] = arrays.get("epsilon_examples_pld")
     columns = {name: column for name, column in columns.items() if column is not None}
     # Arrays of objects hold Python's own numbers, whatever the type of a column.
     lines = np.column_stack([np.asarray(column, object) for column in columns.values()])

@@ -367,9 +367,16 @@ def against_costs(found: Mapping[str, Sequence[MetricsRow]], metric: str) -> Fig
 
 
 def _label_decades(axes: Axes) -> None:
-    """Label 1, 2 and 5 of each decade of a logarithmic axis, in digits."""
+    """Label 1, 2 and 5 of each decade of a logarithmic axis, in digits.
+
+    An axis of less than half a decade is linear, because few of these numbers would lie on it.
+    """
     from matplotlib.ticker import LogLocator, NullLocator
 
+    low, high = axes.get_xlim()
+    if high < 5 * low:
+        axes.set_xscale("linear")
+        return
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     # The default labels are formulas, which `_STYLE` shows as texts.
     axes.xaxis.set_major_formatter("{x:g}")

@@ -38,9 +38,9 @@ class Candidate(NamedTuple):
             are numbers, or anything else that `build` takes, such as models. One program runs all
             points whose values decide neither a shape nor a Python branch. Values that do, such as
             batch sizes, epochs and models, have a program each.
-        rounds: Number of rounds of this method. None stands for the comparison's. A method that
-            sends nothing stops at the round that is best on validation examples, so give it as many
-            rounds as it can use.
+        rounds: Number of rounds of this method, all of which a method that sends something runs.
+            None stands for the comparison's. A method that sends nothing stops at the round that is
+            best on validation examples, so give it as many rounds as it can use.
     """
 
     build: Callable[..., Algorithm]

@@ -136,7 +136,8 @@ def compare(
             `dp_lg`, serve them badly, because their first model is untrained. If a method sends
             nothing, the left-out clients train alone for the chosen rounds. If all seeds have the
             same clients, tuning and other seeds may train clients whom one seed leaves out.
-        folder: Folder of the comparison. Every run has a folder in it, from which it is resumed.
+        folder: Folder of the comparison. Every run has a folder in it, from which it is resumed. A
+            later call may have other seeds, epsilons and methods, and reuses the runs that stay.
             `comparison.json` has the result, and `report.html` shows it (see `write_report`).
             Clients' states do not stay there. None writes nothing.
         options: Options of the runs (see `RunOptions`). `progress` shows one bar for all runs.

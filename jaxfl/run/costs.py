@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from jaxfl._support.checks import (
     at_least_0,
@@ -28,6 +28,7 @@ from jaxfl._support.checks import (
 )
 from jaxfl.privacy.dropouts import Dropouts
 from jaxfl.privacy.mechanisms.gaussian import Participant
+from jaxfl.privacy.sampling import Sampling
 from jaxfl.report import plots
 from jaxfl.run.check import check_clients, given_to_client
 from jaxfl.run.flags import under_own_flags
@@ -241,8 +242,9 @@ def deployment_cost(
 
     `total_up` has the bytes that all participants of all rounds sent, and `total_down` the bytes
     that they received, with those that all C clients then receive in order to use the result.
-    Clients that dropped out (`availability=`) received the broadcast too. They are counted by their
-    expected number, :math:`(1 - a_i) / a_i` for each update of client i that arrived.
+    Clients that dropped out (`availability=`) received the broadcast too. Their number is known if
+    cohorts have a fixed size. Otherwise it is estimated by its expectation,
+    :math:`(1 - a_i) / a_i` for each update of client i that arrived.
 
     `hours` needs a clock or a period. By a clock, a round lasts as long as the slowest participant
     whose update arrived. A server that waits for clients who dropped out needs longer. Aggregation
@@ -275,7 +277,7 @@ def deployment_cost(
     sent = traffic(algorithm, clients)
     present = np.asarray(result.ledger.participants, bool)
     updates = np.cumsum(present.sum(axis=1))
-    broadcasts = np.cumsum(present @ (1 / _availability(algorithm, clients)))
+    broadcasts = np.cumsum(_drawn(algorithm.mechanism.sampling, present))
     seconds = None
     if period is not None:
         seconds = period * np.arange(1, len(present) + 1)
@@ -341,8 +343,11 @@ def plot_costs(
     plots.save(plots.against_costs(costs, metric), path)
 
 
-def _availability(algorithm: Algorithm, clients: Clients) -> Float[np.ndarray, "C"]:
-    """Return the probability with which each drawn client returns its update."""
-    sampling = algorithm.mechanism.sampling
-    given = sampling.availability if isinstance(sampling, Dropouts) else 1.0
-    return np.broadcast_to(given, clients.num_clients)
+def _drawn(sampling: Sampling, arrived: Bool[np.ndarray, "T C"]) -> Float[np.ndarray, "T"]:
+    """Return the number of drawn clients by round, or its estimate from those who returned."""
+    if not isinstance(sampling, Dropouts):
+        return arrived.sum(axis=1).astype(float)
+    clients = arrived.shape[1]
+    if sampling.sampling.fixed:
+        return np.full(len(arrived), sampling.drawn(clients))
+    return arrived @ (1 / np.broadcast_to(sampling.availability, clients))

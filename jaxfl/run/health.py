@@ -146,9 +146,10 @@ class Watch:
         """
         if norms := [norm for record in records if (norm := _norm_if_all_clipped(record))]:
             length = "" if self.public else f" (mean norm {np.mean(norms):.3g})"
+            where = f"in {len(norms)} of {len(records)} points, " if len(records) > 1 else ""
             self._warn(
                 "clipped",
-                f"every client's update of every round was longer than its `clip`{length}, "
+                f"{where}every client's update of every round was longer than its `clip`{length}, "
                 "so that only directions count. If the model learns too slowly, raise `clip`: "
                 "epsilon stays, and the noise grows in proportion. If noise hides what it learns, "
                 "keep `clip`, and give more clients a round, fewer trained weights "

@@ -1,7 +1,9 @@
 """Ctrl-C and SIGTERM: the first one asks a run to save and stop, the next one acts at once."""
 
 import contextlib
+import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +11,9 @@ from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Signals whose handlers are replaced during a run."""
+
+_NOTE = b"\nstopping after the rounds under way; Ctrl-C again stops at once\n"
+"""What Ctrl-C shows, because rounds may take seconds."""
 
 _ONE_EVENT_SECONDS = 1.0
 """Seconds within which a SIGINT and a SIGTERM count as one."""
@@ -41,6 +46,9 @@ def deferred() -> Iterator[Callable[[], int]]:
         if not asked:
             since = time.monotonic()
             asked = number
+            if number == signal.SIGINT and sys.stderr.isatty():
+                # A handler must not wait for the lock of a buffered stream.
+                os.write(sys.stderr.fileno(), _NOTE)
         # A cluster may send SIGTERM to the launcher and to this process. The launcher then sends
         # SIGINT, which is no second request.
         elif number == asked or time.monotonic() - since > _ONE_EVENT_SECONDS:

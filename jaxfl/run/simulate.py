@@ -85,10 +85,10 @@ class RunOptions(TypedDict, total=False):
             epsilon from below, in the statement and in audit.npz (see `jaxfl.privacy.audit`, which
             needs the extra `[audit]`). Canaries disturb the model.
         availability: Probability with which a drawn client returns its update, or one for each
-            client `[C]`. A client that drops out leaves the round as it found it, and its state
-            too. Epsilon stays that of the drawn clients, or is larger where clients add noise (see
-            `jaxfl.privacy.Dropouts`, which a method that reads its sampler takes instead, such as
-            `scaffold`). A method that sends nothing is unaffected.
+            client `[C]`. A client that drops out contributes nothing, and its state does not
+            change. Epsilon stays that of the drawn clients, or is larger where clients add noise
+            (see `jaxfl.privacy.Dropouts`, which a method that reads its sampler takes instead, such
+            as `scaffold`). A method that sends nothing is unaffected.
     """
 
     eval_every: int | None

@@ -310,7 +310,7 @@ def exit_code():
         (["plan", "--clients", "5" * 5000, "--cohort", "9", "--rounds", "9"], "--clients: Exceeds the limit"),
         (["plan", "--clients", "1" + "0" * 21, "--cohort", "9", "--rounds", "9"], "clients must be a whole number from 1 to 1000000000000, got 1" + "0" * 21),
         (["data", "x"], "name must be one of 'all'"),
-        (["report", "/no/such/file"], "folder must hold metrics.jsonl, got '/no/such/file'"),
+        (["report", "/no/such/file"], "folder must be the folder of a run, a sweep or a comparison, got '/no/such/file'"),
     ],
 )  # fmt: skip
 def test_a_fault_is_one_line_and_exit_code_2(monkeypatch, capsys, words, named):

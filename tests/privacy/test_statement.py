@@ -296,7 +296,7 @@ def test_a_claim_stays_a_claim():
     }
     text = format_statement(statement)
     assert "claimed, not verified: epsilon 1 (accounted per example)" in text
-    assert "guarantee against an observer of" in text
+    assert "guarantee for one client, against an observer of" in text
     assert "in total" in text
     assert "one round alone" in text
     assert "claimed" not in format_statement(state(Mechanism(clip=1.0, noise_multiplier=0.5)))
@@ -373,10 +373,13 @@ def test_examples_are_stated_beside_clients():
     assert statement["honest"]["upload"]["rdp"]["total"] == "inf"  # of the whole client
     text = format_statement(statement)
     assert "guarantee for one example, against an observer of every upload" in text
-    assert text.index("guarantee against") < text.index("guarantee for one example")
+    assert text.startswith("Privacy of one client (all of its data, 2 clients), delta")
+    assert text.index("guarantee for one client") < text.index("guarantee for one example")
     silent = Mechanism(clip=1.0, noise_multiplier=0.0)
     alone = format_statement(state(silent, clients=2, rounds=10, dp_sgd=steps))
-    assert alone.index("guarantee for one example") < alone.index("guarantee against")
+    assert alone.startswith("Privacy of one example (2 clients), delta")
+    assert alone.index("guarantee for one example") < alone.index("mechanism: clip")
+    assert alone.index("mechanism: clip") < alone.index("guarantee for one client")
     assert own["epsilon"] == own["pld"]["total"]
     assert (
         "epsilon 7.047 in total\n    by: Poisson-sampled Gaussian, rate 0.1, zero-out, 10 steps per round; PLD"

@@ -138,7 +138,8 @@ def test_the_page_says_who_is_protected_and_what_is_claimed(run):
     _, result, page = run
     (found,) = page.table("protects")
     honest = result.statement["honest"]
-    stated = {(line[0], line[1]): line[2:] for line in found}
+    stated = {(line[0], line[1]): [line[2], line[4]] for line in found}
+    assert {line[3] for line in found} == {result.statement["delta"], "–"}
     aggregate = honest["aggregate"]
     assert stated["a client, all of its data", aggregate["sees"]] == [
         aggregate["epsilon"],
@@ -222,7 +223,8 @@ def test_an_audit_stands_beside_what_is_stated(run, tmp_path):
     np.savez(folder / layout.AUDIT, taken=np.arange(6) % 2 == 0, sum=np.arange(6.0))
     page = Page(write_report(folder))
     (stated,) = page.table("protects")
-    assert stated[-2][1:] == ["audited from below", 0.25, "one_run of sum"]
+    delta = run[1].statement["delta"]
+    assert stated[-2][1:] == ["audited from below", 0.25, delta, "one_run of sum"]
     pairs = {line[0]: line[1] for rows in page.tables for line in rows if len(line) == 2}
     assert {name: pairs[name] for name in audit} == audit
     assert "score of a canary" in page.texts["text"]

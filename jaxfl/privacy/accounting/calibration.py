@@ -131,8 +131,8 @@ def calibrate(
         clients: Number of clients.
         rounds: T, the number of rounds.
         sampling: Rule that draws the participants of each round. The default draws all clients.
-        mechanism: Mechanism to calibrate, whose sampler replaces `sampling`. Its multiplier is not
-            read. None stands for the Gaussian mechanism.
+        mechanism: Mechanism to calibrate. Its sampler counts, and not `sampling`. Its multiplier is
+            not read. None stands for the Gaussian mechanism.
         delta: Failure probability. None stands for min(1e-5, 1 / (10 clients)).
         accountant: "pld" gives the smallest valid bound (see `epsilon`). "rdp" needs more noise.
         shape: Relative noise by round `[T]`. The result is then a factor on it. None gives all

@@ -382,7 +382,7 @@ def most_rounds(
 
     Args:
         epsilon: Budget for one client against an observer of sums.
-        noise_multiplier: z, std of the noise on the sum over the clip bound.
+        noise_multiplier: z, std of the noise on the sum, divided by the clip bound.
         clients: N, the number of clients.
         cohort: Expected number of participants of a round.
         delta: Failure probability. None stands for min(1e-5, 1 / (10 N)).
@@ -411,7 +411,7 @@ def largest_cohort(
 
     Args:
         epsilon: Budget for one client against an observer of sums.
-        noise_multiplier: z, std of the noise on the sum over the clip bound.
+        noise_multiplier: z, std of the noise on the sum, divided by the clip bound.
         clients: N, the number of clients.
         rounds: T, the number of rounds.
         delta: Failure probability. None stands for min(1e-5, 1 / (10 N)).

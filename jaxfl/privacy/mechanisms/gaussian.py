@@ -148,8 +148,8 @@ class Mechanism:
 
     Args:
         clip: C, L2 bound on all of a client's update. Infinity does not clip.
-        noise_multiplier: z, std of the noise on the sum over `C max w`. A number, or one per round
-            `[T]`.
+        noise_multiplier: z, std of the noise on the sum, divided by C max w. A number, or one per
+            round `[T]`.
         client_noise: s, std of the noise that each participant adds, over C. A number, `[T]`, or
             `[T or 1, C]`.
         sampling: Rule that draws the participants of each round. The default draws all clients.

@@ -323,6 +323,8 @@ def against_epsilon(
         axes.axhline(mean, color=color, linestyle=dash, label=name)
         if math.isfinite(half):
             axes.axhspan(mean - half, mean + half, color=color, alpha=0.12, linewidth=0)
+    means = [mean for points in found.values() for mean, _ in points.values()]
+    _limit_shares(axes, np.array(means))
     _label_epsilons(axes, epsilons)
     axes.set(xlabel="ε", xlim=(-0.4, len(epsilons) - 0.6))
 
@@ -449,8 +451,7 @@ def _draw_score(axes: Axes, rows: Sequence[MetricsRow], headline: str) -> None:
     high = mean + spread
     central = column(rows, f"central_{headline}")
     drawn = np.concatenate([mean, worst, central])
-    is_share = not np.any((drawn < 0) | (drawn > 1))
-    if is_share:
+    if _are_shares(drawn):
         low = np.clip(low, 0, 1)
         high = np.clip(high, 0, 1)
     band = "± std over clients"
@@ -460,12 +461,22 @@ def _draw_score(axes: Axes, rows: Sequence[MetricsRow], headline: str) -> None:
         lines["global model, central test set"] = central
     for i, (label, values) in enumerate(lines.items()):
         axes.plot(rounds, values, label=label, markevery=_every(rounds), **series(i))
-    if is_share:
-        bottom, top = axes.get_ylim()
-        axes.set_ylim(max(bottom, -0.02), min(top, 1.02))
+    _limit_shares(axes, drawn)
     axes.set_ylabel(f"test {headline}")
     legend_above(axes)
     whole_rounds(axes)
+
+
+def _are_shares(values: np.ndarray) -> bool:
+    """Return whether all known values are from 0 to 1."""
+    return not np.any((values < 0) | (values > 1))
+
+
+def _limit_shares(axes: Axes, values: np.ndarray) -> None:
+    """Limit a panel of shares to their range, which their intervals may exceed."""
+    if _are_shares(values):
+        bottom, top = axes.get_ylim()
+        axes.set_ylim(max(bottom, -0.02), min(top, 1.02))
 
 
 def _draw_columns(

@@ -110,6 +110,13 @@ def test_labels_have_the_order_of_the_curves():
     assert order[1] == ["test, all clients", "train, participants"]
 
 
+def test_wide_intervals_of_shares_do_not_stretch_the_panel():
+    axes = drawn(plots.comparison({"a": {1.0: (0.95, 0.6)}}, "accuracy", {"a"})).axes[0]
+    assert axes.get_ylim()[1] <= 1.02
+    axes = drawn(plots.comparison({"a": {1.0: (3.0, 0.6)}}, "loss", {"a"})).axes[0]
+    assert axes.get_ylim()[1] > 3.6
+
+
 def found(count):
     """Methods whose curves end the higher the later their number, one without noise, and one that sends nothing."""
     noisy = {f"method {k}": dict.fromkeys((1.0, 8.0), (0.3 + 0.04 * k, 0.01)) for k in range(count)}

@@ -98,10 +98,10 @@ def main(config: Config) -> None:
     blocks = {name: benchmark(result) for name, result in results_of(BENCHMARKS).items()}
     how = "Run `python -m benchmarks.run_all --vs torch --out benchmarks/results`"
     done += fill(BENCHMARKS / "README.md", blocks, how, check=config.check)
-    places = {
-        name: result for name, result in results_of(HERE / "map").items() if name != "withdrawn"
-    }
-    front = {"speed": speed(results_of(BENCHMARKS)), "answer": the_map.answer(places)}
+    of_map = results_of(HERE / "map")
+    places = {name: result for name, result in of_map.items() if "place" in result}
+    answer = the_map.answer(places, of_map.get("counter"))
+    front = {"speed": speed(results_of(BENCHMARKS)), "answer": answer}
     done += fill(BENCHMARKS.parent / "README.md", front, how, check=config.check)
     if not config.check:
         the_map.draw_answer(places, HERE / "map/answer.png")

@@ -8,27 +8,22 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.map import tuning
+from experiments.map import counter, tuning
 from experiments.map.methods import (
     POINTS,
-    Alone,
     Family,
     corrected_average,
     families,
     networks,
+    stopped,
     trained_alone,
 )
-from experiments.map.places import Place, dataset, passes_between
-from experiments.map.report import WITHDRAWN, draw, markdown, withdrawn
+from experiments.map.places import EPSILONS, PLACES, SEEDS, Place, dataset, earlier_place
+from experiments.map.report import WITHDRAWN, counter_run, draw, markdown, withdrawn
 from experiments.study import Options, Result, Study, command, part
 
-EPSILONS = (1.0, 8.0)
-SEEDS = (0, 1, 2, 3, 4)
 MIXED = 3
 """Number of the best families at each epsilon that are mixed with the local model."""
-
-MIXTURE_PASSES = 20
-"""Passes of a mixture's local models, at most."""
 
 RECIPE = ("linear DP-FedAvg", "scaled linear DP-FedAvg")
 """Families of the recipe. At each epsilon the one that is best on validation examples is mixed."""
@@ -56,8 +51,8 @@ def run(place: Place, options: Options) -> Result:
     for name, network in (("local-only", model), ("linear local-only", linear)):
         parts[name] = studied(name, trained_alone(place, network))
     alone = {
-        "perceptron": _stopped(parts["local-only"], place),
-        "linear": _stopped(parts["linear local-only"], place),
+        "perceptron": stopped(parts["local-only"], place),
+        "linear": stopped(parts["linear local-only"], place),
     }
     known = families(place, model, linear, alone)
     if options.smoke:
@@ -83,7 +78,7 @@ def run_withdrawn(options: Options) -> Result:
     earlier = json.loads(WITHDRAWN.read_text())
     rows = {}
     for name, known in earlier.items():
-        place = _earlier_place(name)
+        place = earlier_place(name)
         if options.smoke:
             place = place._replace(
                 data="digits", seen="pixels", skew="5 classes", clients=40, rounds=3
@@ -102,25 +97,6 @@ def run_withdrawn(options: Options) -> Result:
     return {"seeds": list(seeds), "places": rows}
 
 
-def _earlier_place(name: str) -> Place:
-    """Return a place of the withdrawn map, whose networks saw random features."""
-    _, clients, classes = name.split("_")
-    share, batch_size, test = {"100": (0.2, 10, 100), "1000": (0.1, 10, 10), "10000": (0.1, 3, 2)}[
-        clients
-    ]
-    return Place(
-        "cifar10",
-        "random features",
-        f"{classes} classes",  # pyrefly: ignore[bad-argument-type]
-        int(clients),
-        unseen=0.0,
-        share=share,
-        batch_size=batch_size,
-        test=test,
-        width=64,
-    )
-
-
 def facts_of(family: Family) -> dict[str, Any]:
     """Return what a family's results follow from, besides the place and the code."""
     return {"grid": family.points, "ways": tuning.family_ways(family), "rounds": family.rounds}
@@ -133,13 +109,6 @@ def _kept(
     done = part("map", place, name, dict(facts) | {"method": name}, make, options)
     print(name, done["seconds"], "s", flush=True)
     return {field: done[field] for field in ("tuning", "rows", "seconds")}
-
-
-def _stopped(alone: Mapping[str, Any], place: Place) -> Alone:
-    """Return the chosen rate of clients that train alone, and the passes after which they stop."""
-    (tuned,) = alone["tuning"]
-    passes = (tuned["evaluation"] + 1) * passes_between(place.passes)
-    return Alone(tuned["chosen"]["rate"], min(passes, MIXTURE_PASSES))
 
 
 def mixed_families(parts: Mapping[str, Mapping[str, Any]], epsilons: Sequence[float]) -> list[str]:
@@ -155,27 +124,11 @@ def mixed_families(parts: Mapping[str, Mapping[str, Any]], epsilons: Sequence[fl
     return [name for name in parts if name in names]
 
 
-PLACES = (
-    Place("cifar10", "pretrained features", "5 classes", 100, share=0.2, test=100),
-    Place("cifar10", "pretrained features", "5 classes", 1000),
-    Place("cifar10", "pretrained features", "5 classes", 10_000, batch_size=3, test=2),
-    Place("cifar10", "pretrained features", "2 classes", 1000),
-    Place("cifar10", "pretrained features", "Dirichlet 0.3", 100, share=0.2, test=100),
-    Place("cifar10", "pretrained features", "Dirichlet 0.3", 1000),
-    Place("cifar10", "pretrained features", "rotated", 1000),
-    Place("cifar10", "pretrained features", "permuted", 1000),
-    Place("fashion_mnist", "pretrained features", "5 classes", 1000),
-    Place("fashion_mnist", "pretrained features", "rotated", 100, share=0.2, test=100),
-    Place("insteval", "answers", "owners", 2972),
-    Place("shakespeare", "last characters", "owners", 1055),
-    _earlier_place("cifar10_1000_5"),
-)
-"""Places, pretrained features first. Random ones are where an earlier map was measured."""
-
 STUDIES = {
     place.name: Study(functools.partial(run, place), markdown, draw, minutes=25.0)
     for place in PLACES
 }
+STUDIES["counter"] = Study(counter.run_all, counter_run, minutes=70.0)
 STUDIES["withdrawn"] = Study(run_withdrawn, withdrawn, minutes=15.0)
 if __name__ == "__main__":
     command("map", __doc__, STUDIES)

@@ -1,31 +1,39 @@
-"""Rivals of the recipe: further settings of methods that lose on the map, tuned as they are there.
-
-python -m experiments.map.counter
-"""
+"""A counter-run: further settings of methods that lose on the map, tuned as they are there."""
 
 import functools
 import json
+import math
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from experiments.map import report, tuning
-from experiments.map.__main__ import EPSILONS, PLACES, SEEDS, _stopped
-from experiments.map.methods import Family, corrected, networks, only_participants, plain, scored
-from experiments.map.places import Place, clients_of, dataset
-from experiments.study import Options, part
-from jaxfl import Comparison, LocalSGD, algorithms, configure, spread
-from jaxfl._support.files import write_json
+from experiments.map import tuning
+from experiments.map.methods import (
+    Family,
+    corrected,
+    networks,
+    only_participants,
+    plain,
+    scored,
+    stopped,
+)
+from experiments.map.places import EPSILONS, PLACES, SEEDS, Place, clients_of, dataset
+from experiments.study import Options, Result, part
+from jaxfl import LocalSGD, algorithms, spread
 from jaxfl.models import mlp
 from jaxfl.privacy import Full, Poisson
 from jaxfl.types import Algorithm, Model
 
 RESULTS = pathlib.Path(__file__).with_name("results")
 CHOSEN = ("cifar10_pretrained_permuted_1000", "cifar10_pretrained_5_classes_100")
+_TUNED = {"tuning": [{"evaluation": 0, "chosen": {"rate": 0.1}}]}
+_ALONE: Result = {"local-only": _TUNED, "linear local-only": _TUNED}
+"""How clients train alone, for trials at a place without a result."""
+
 TESTED = 2
 """Settings that are mixed, and then tested: those best on validation examples at an epsilon."""
 
@@ -54,9 +62,11 @@ class Setting(NamedTuple):
 
 def seeing(model: Model, factor: Any) -> Model:
     """Return a model whose inputs are multiplied by a factor, one for all or one for each."""
+    assert model.extract is not None
+    extract = model.extract
     return model._replace(
         apply=lambda params, x, *key: model.apply(params, x * factor, *key),
-        extract=lambda params, x: model.extract(params, x * factor),
+        extract=lambda params, x: extract(params, x * factor),
         sum_grad_squared=None,
         ghost_norms=None,
         recipe=None,
@@ -65,9 +75,11 @@ def seeing(model: Model, factor: Any) -> Model:
 
 def settings_of(place: Place, model: Model, linear: Model) -> dict[str, Setting]:
     """Return the settings of a place by what they change."""
+    assert linear.input_shape is not None
+    width = linear.input_shape[0]
     zero = linear._replace(init=lambda key: jax.tree.map(jnp.zeros_like, linear.init(key)))
-    wide = {width: mlp(linear.input_shape, hidden=(width,)) for width in (16, 64, 128, 512)}
-    first = jnp.arange(linear.input_shape[0]) < 64
+    wide = {units: mlp((width,), hidden=(units,)) for units in (16, 64, 128, 512)}
+    first = jnp.arange(width) < 64
 
     def local(rate: float, passes: int = 1) -> LocalSGD:
         return LocalSGD(optax.sgd(rate), place.batch_size, passes)
@@ -124,7 +136,10 @@ def settings_of(place: Place, model: Model, linear: Model) -> dict[str, Setting]
         return lambda rate: algorithms.local_only(model, local=local(rate))
 
     if place.skew == "permuted":
-        heads = {"ranges": {"rate": (1.0, 6.0), "clip": (0.3, 3.0)}, "ways": ("fine_tuned",)}
+        heads: dict[str, Any] = {
+            "ranges": {"rate": (1.0, 6.0), "clip": (0.3, 3.0)},
+            "ways": ("fine_tuned",),
+        }
         heads |= {"fixed": {"personal": 2.0, "tuning": 0.17}, "parts": model.head}
         few = {"rate": (0.1, 0.6), "clip": (0.2, 2.0)}
         return {
@@ -151,7 +166,7 @@ def settings_of(place: Place, model: Model, linear: Model) -> dict[str, Setting]
             ),
             "PPSGD, 100 rounds": Setting(ppsgd(model, 0.1), rounds=100, points=3, **heads),
         }
-    fine = {"ranges": CLIP | {"tuning": (0.005, 0.15)}, "fixed": {"rate": 0.1}}
+    fine: dict[str, Any] = {"ranges": CLIP | {"tuning": (0.005, 0.15)}, "fixed": {"rate": 0.1}}
     cheap = fine | {"ways": CORRECTED[1:], "points": 3, "rounds": 10}
     return {
         "alone, linear, from zero": Setting(of_one(zero), {"rate": (0.003, 0.1)}, rounds=40),
@@ -215,7 +230,7 @@ def family_of(setting: Setting, place: Place, known: Mapping[str, Any]) -> Famil
         if mix is None:
             return scored(base, {way: ways[way] for way in setting.ways})
         linear = base.model.head == base.model.layers
-        alone = _stopped(known["linear local-only" if linear else "local-only"], place)
+        alone = stopped(known["linear local-only" if linear else "local-only"], place)
         own = LocalSGD(optax.sgd(alone.rate), place.batch_size, alone.passes)
         mixture = functools.partial(algorithms.mixed, local=own)
         return scored(base, {}, {f"mixed_{mix}": lambda base: mixture(ways[mix](base))})
@@ -226,7 +241,9 @@ def family_of(setting: Setting, place: Place, known: Mapping[str, Any]) -> Famil
     return Family(build, points, setting.rounds, private, mixtures=mixtures)
 
 
-def tested(family: Family, place: Place, row: Mapping[str, Any]) -> dict[str, Any]:
+def tested(
+    family: Family, place: Place, row: Mapping[str, Any], seeds: Sequence[int]
+) -> dict[str, Any]:
     """Return the scores of a chosen point on the final seeds."""
     way = row["way"].removeprefix("mixed_")
     if way != row["way"]:
@@ -234,31 +251,56 @@ def tested(family: Family, place: Place, row: Mapping[str, Any]) -> dict[str, An
     point = tuning._as_point(row["chosen"], row["epsilon"])
     choices = {(row["way"], row["epsilon"]): (point, row["evaluation"])}
     score = functools.partial(tuning._scores, family, place, choices)
-    return {"rows": [one for seed in SEEDS for one in score(clients_of(place, seed), seed)]}
+    return {"rows": [one for seed in seeds for one in score(clients_of(place, seed), seed)]}
 
 
-def kept(place: Place, name: str, facts: Mapping[str, Any], make: Callable[[], Any]) -> Any:
-    """Return a part of the result, made now or before."""
-    done = part("map", "counter", f"{place.name} {name}", facts, make, Options())
-    for row in done.get("tuning", []):
-        print(f"{row['validation']:.4f} {row['epsilon']:g} {name}: {row['way']}", flush=True)
-    return done
+def run_all(options: Options) -> Result:
+    """Tune the settings of each place, mix the best, and test the best on the map's seeds."""
+    if options.smoke:
+        place = PLACES[0]._replace(
+            data="digits", seen="pixels", clients=40, rounds=3, passes=3, test=10
+        )
+        of_one = functools.partial(run, place, options, seeds=options.seeds, settings=1)
+        return {"seeds": list(options.seeds), "places": {place.name: of_one()}}
+    chosen = [place for place in PLACES if place.name in CHOSEN]
+    places = {place.name: run(place, options) for place in chosen}
+    return {"seeds": list(SEEDS), "places": places}
 
 
-def run(place: Place) -> dict[str, Any]:
-    """Tune the settings of a place, mix the best, and test the best against the recipe."""
-    committed = json.loads((RESULTS / f"{place.name}.json").read_text())
+def run(
+    place: Place, options: Options, seeds: Sequence[int] = SEEDS, settings: int | None = None
+) -> Result:
+    """Return what was tried at a place, and the final scores of the best.
+
+    Args:
+        place: The place.
+        options: Options of the study.
+        seeds: Seeds of the final runs.
+        settings: Number of settings. None stands for all.
+    """
     data = dataset(place)
-    settings = settings_of(place, *networks(place, data.train_inputs.shape[1:], data.classes))
-    families = {
-        name: family_of(setting, place, committed["methods"]) for name, setting in settings.items()
-    }
+    networks_of_place = networks(place, data.train_inputs.shape[1:], data.classes)
+    path = RESULTS / f"{place.name}.json"
+    committed = json.loads(path.read_text()) if path.exists() else {"methods": _ALONE}
+    known = [*settings_of(place, *networks_of_place).items()][:settings]
+    families = {name: family_of(setting, place, committed["methods"]) for name, setting in known}
+
+    def kept(name: str, facts: Mapping[str, Any], make: Callable[[], Any]) -> Result:
+        """Return a part of the result, made now or before."""
+        done = part("map", "counter", f"{place.name} {name}", facts, make, options)
+        for row in done.get("tuning", []):
+            print(f"{row['validation']:.4f} {row['epsilon']:g} {name}: {row['way']}", flush=True)
+        return done
+
     tried: dict[str, list[dict[str, Any]]] = {}
-    for name, family in families.items():
-        fixed = {"fixed": settings[name].fixed} if settings[name].fixed else {}
-        facts = {"points": family.points, "rounds": family.rounds} | fixed
-        make = functools.partial(tuning.study, family, place, EPSILONS, ())
-        tried[name] = kept(place, name, facts, make)["tuning"]
+    seconds = 0.0
+    for name, setting in known:
+        family = families[name]
+        facts = {"points": family.points, "rounds": family.rounds}
+        facts |= {"fixed": setting.fixed} if setting.fixed else {}
+        done = kept(name, facts, functools.partial(tuning.study, family, place, EPSILONS, ()))
+        tried[name] = done["tuning"]
+        seconds += done["seconds"]
 
     def leading(epsilon: float) -> list[tuple[str, dict[str, Any]]]:
         """Return the best settings at an epsilon, each in its best way."""
@@ -269,22 +311,14 @@ def run(place: Place) -> dict[str, Any]:
 
     for name in sorted({name for epsilon in EPSILONS for name, _ in leading(epsilon)}):
         mix = functools.partial(tuning.mixtures, families[name], place, tried[name], (), EPSILONS)
-        tried[f"{name}, mixed"] = kept(place, f"{name}, mixed", {"tuning": tried[name]}, mix)[
-            "tuning"
-        ]
+        done = kept(f"{name}, mixed", {"tuning": tried[name]}, mix)
+        tried[f"{name}, mixed"] = done["tuning"]
+        seconds += done["seconds"]
     rows = []
-    for epsilon in (*EPSILONS, float("inf")):
+    for epsilon in (*EPSILONS, math.inf):
         for name, row in leading(epsilon):
-            make = functools.partial(tested, families[name.removesuffix(", mixed")], place, row)
-            done = kept(place, f"{name} at {epsilon:g}, tested", {"row": row}, make)
-            rows += [one | {"method": name, "stated": epsilon} for one in done["rows"]]
-    names = (report.RECIPE, report.alone(committed))
-    rows += [row for row in report.comparison(committed).rows if row["method"] in names]
-    found = Comparison(rows, [], headline="score", lower_is_better=False, protocol="")
-    return {"tried": tried, "tested": rows, "differences": found.differences(report.RECIPE)}
-
-
-if __name__ == "__main__":
-    configure()
-    results = {place.name: run(place) for place in PLACES if place.name in CHOSEN}
-    write_json(RESULTS / "counter.json", results)
+            family = families[name.removesuffix(", mixed")]
+            make = functools.partial(tested, family, place, row, seeds)
+            done = kept(f"{name} at {epsilon:g}, tested", {"row": row}, make)
+            rows += [one | {"method": name} for one in done["rows"]]
+    return {"title": place.title, "tried": tried, "tested": rows, "seconds": seconds}

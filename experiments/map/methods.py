@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from experiments import common
-from experiments.map.places import GROUPS, Place
+from experiments.map.places import GROUPS, Place, passes_between
 from jaxfl import LocalSGD, spread
 from jaxfl.algorithms import (
     centaur,
@@ -35,6 +35,9 @@ from jaxfl.models.extended import extended
 from jaxfl.privacy import Poisson
 from jaxfl.tasks import Metric
 from jaxfl.types import Algorithm, ClientData, Model, Params
+
+MIXTURE_PASSES = 20
+"""Passes of a mixture's local models, at most."""
 
 POINTS = 20
 SMOOTHING = 0.1
@@ -88,6 +91,13 @@ class Alone(NamedTuple):
 
     rate: float
     passes: int
+
+
+def stopped(alone: Mapping[str, Any], place: Place) -> Alone:
+    """Return the chosen rate of clients that train alone, and the passes after which they stop."""
+    (tuned,) = alone["tuning"]
+    passes = (tuned["evaluation"] + 1) * passes_between(place.passes)
+    return Alone(tuned["chosen"]["rate"], min(passes, MIXTURE_PASSES))
 
 
 def scored(base: Algorithm, after: Mapping[str, Way], around: Mapping[str, Way] = {}) -> Algorithm:

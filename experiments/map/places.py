@@ -29,6 +29,9 @@ from jaxfl.types import Clients
 Skew = Literal["2 classes", "5 classes", "Dirichlet 0.3", "rotated", "permuted", "owners"]
 Rows = list[np.ndarray]
 
+EPSILONS = (1.0, 8.0)
+SEEDS = (0, 1, 2, 3, 4)
+
 GROUPS = 4
 """Groups of clients whose pictures are rotated, or whose labels are permuted, alike."""
 
@@ -365,3 +368,40 @@ OWNED: Mapping[str, Callable[[], tuple[Dataset, np.ndarray]]] = {
     "shakespeare": roles,
 }
 """Examples with natural owners, by the name of their data."""
+
+
+def earlier_place(name: str) -> Place:
+    """Return a place of the withdrawn map, whose networks saw random features."""
+    _, clients, classes = name.split("_")
+    share, batch_size, test = {"100": (0.2, 10, 100), "1000": (0.1, 10, 10), "10000": (0.1, 3, 2)}[
+        clients
+    ]
+    return Place(
+        "cifar10",
+        "random features",
+        f"{classes} classes",  # pyrefly: ignore[bad-argument-type]
+        int(clients),
+        unseen=0.0,
+        share=share,
+        batch_size=batch_size,
+        test=test,
+        width=64,
+    )
+
+
+PLACES = (
+    Place("cifar10", "pretrained features", "5 classes", 100, share=0.2, test=100),
+    Place("cifar10", "pretrained features", "5 classes", 1000),
+    Place("cifar10", "pretrained features", "5 classes", 10_000, batch_size=3, test=2),
+    Place("cifar10", "pretrained features", "2 classes", 1000),
+    Place("cifar10", "pretrained features", "Dirichlet 0.3", 100, share=0.2, test=100),
+    Place("cifar10", "pretrained features", "Dirichlet 0.3", 1000),
+    Place("cifar10", "pretrained features", "rotated", 1000),
+    Place("cifar10", "pretrained features", "permuted", 1000),
+    Place("fashion_mnist", "pretrained features", "5 classes", 1000),
+    Place("fashion_mnist", "pretrained features", "rotated", 100, share=0.2, test=100),
+    Place("insteval", "answers", "owners", 2972),
+    Place("shakespeare", "last characters", "owners", 1055),
+    earlier_place("cifar10_1000_5"),
+)
+"""Places, pretrained features first. Random ones are where an earlier map was measured."""

@@ -10,7 +10,7 @@ import numpy as np
 from experiments.common import number, percent
 from experiments.map.methods import SCALING
 from experiments.map.places import passes_between
-from experiments.study import Result, dated, listed, markdown_table
+from experiments.study import Result, dated, listed, markdown_table, results_of
 from jaxfl import Comparison
 from jaxfl.report import plots
 from jaxfl.report.looks import Look, looks
@@ -280,8 +280,13 @@ def draw(result: Result, path: pathlib.Path) -> None:
     plots.save(figure, path.with_suffix(".png"))
 
 
-def answer(results: Mapping[str, Result]) -> str:
-    """Return the front page's picture and its three sentences, with numbers of the results."""
+def answer(results: Mapping[str, Result], counter: Result | None = None) -> str:
+    """Return the front page's picture and its three sentences, with numbers of the results.
+
+    Args:
+        results: Results of the places, by name.
+        counter: Result of the counter-run, if there is one.
+    """
     places = list(results.values())
     if not places:
         return "No place is measured yet."
@@ -311,6 +316,8 @@ def answer(results: Mapping[str, Result]) -> str:
         f"{others[small]} points from that recipe "
         f"{at(number(small), others[large], number(large))}.",
     ]
+    if counter:
+        sentences[-1] += _against_rivals(results, counter)
     count = f"{len(places)} place{'s' * (len(places) > 1)}"
     return "\n".join(
         [
@@ -321,6 +328,33 @@ def answer(results: Mapping[str, Result]) -> str:
             f"Measured so far at {count}, which the picture names. Bars are 95% intervals of "
             "paired differences over seeds.",
         ]
+    )
+
+
+def _against_rivals(results: Mapping[str, Result], counter: Result) -> str:
+    """Return what the counter-run found, of which validation examples chose the best settings."""
+    places = counter["places"]
+    tried = [name for own in places.values() for name in own["tried"]]
+    settings = sum(not name.endswith(", mixed") for name in tried)
+    gains: dict[float, dict[str, float]] = {}
+    for name, own in places.items():
+        where = own["title"].rpartition(", ")[2]
+        tested = counter_gains(own, results[name])
+        for epsilon in _tried_epsilons(own):
+            methods = [method for method, at in tested if at == epsilon]
+            scores = [_best_validation(own["tried"][method], epsilon) for method in methods]
+            best = methods[int(np.argmax(scores))]
+            gain = 100 * tested[best, epsilon]["difference"]
+            gains.setdefault(epsilon, {})[f"{best}, {where}"] = gain
+    found = []
+    for epsilon, by_place in gains.items():
+        highest = max(by_place, key=lambda name: by_place[name])
+        named = f" ({highest})" if by_place[highest] > 2 else ""
+        found.append(f"{_span([*by_place.values()])}{named} points from it at ε {number(epsilon)}")
+    return (
+        f" Of {settings} further settings at {len(places)} places in a "
+        "[counter-run](experiments/map/README.md#a-counter-run), those best on validation examples "
+        f"are {' and '.join(found)}."
     )
 
 
@@ -408,6 +442,52 @@ def _dots(
     high = 100 * np.array([row["high"] for row in rows]) - gains
     heights = np.arange(len(rows)) + shift
     axes.errorbar(gains, heights, xerr=[low, high], label=label, **style)
+
+
+def counter_run(result: Result) -> str:
+    """Return the settings of the counter-run, and the tests of the best against the recipe."""
+    places = results_of(pathlib.Path(__file__).parent)
+    parts = []
+    for name, own in result["places"].items():
+        epsilons = _tried_epsilons(own)
+        gains = counter_gains(own, places[name]) if name in places else {}
+        head = [f"validation %, ε {number(epsilon)}" for epsilon in epsilons]
+        head += [f"test less the recipe, ε {number(epsilon)}" for epsilon in epsilons]
+        lines = []
+        for method, rows in own["tried"].items():
+            scores = [f"{100 * _best_validation(rows, epsilon):.1f}" for epsilon in epsilons]
+            found = [gains.get((method, epsilon)) for epsilon in epsilons]
+            lines.append([method, *scores, *(_points(row) if row else "" for row in found)])
+        parts += [f"**{own['title']}**", markdown_table(["setting", *head], lines)]
+    hours = sum(own["seconds"] for own in result["places"].values()) / 3600
+    note = f"{hours:.2f} core-hours of tuning. Seeds {listed(result['seeds'])}; {dated(result)}."
+    return "\n\n".join([*parts, note])
+
+
+def counter_gains(own: Result, place: Result) -> dict[tuple[str, float], Mapping[str, Any]]:
+    """Return the paired differences of tested settings to the recipe, by setting and epsilon."""
+    recipe = [row for row in comparison(place).rows if row["method"] == RECIPE]
+    found: dict[tuple[str, float], list[Any]] = {}
+    for row in own["tested"]:
+        # Clients that train alone have an infinite epsilon, and count at each one.
+        for epsilon in _tried_epsilons(own) if math.isinf(row["epsilon"]) else [row["epsilon"]]:
+            scored = row | {"epsilon": epsilon, "stated": epsilon}
+            found.setdefault((row["method"], epsilon), []).append(scored)
+    return {
+        key: Comparison([*recipe, *rows], [], "score", False, "").differences(RECIPE)[0]
+        for key, rows in found.items()
+    }
+
+
+def _tried_epsilons(own: Result) -> list[float]:
+    """Return the finite epsilons at which settings were tried."""
+    tried = {float(row["epsilon"]) for rows in own["tried"].values() for row in rows}
+    return sorted(tried - {math.inf})
+
+
+def _best_validation(rows: Sequence[Mapping[str, Any]], epsilon: float) -> float:
+    """Return a setting's best score on validation examples at an epsilon."""
+    return max(row["validation"] for row in rows if row["epsilon"] in (epsilon, math.inf))
 
 
 def withdrawn(result: Result) -> str:

@@ -9,7 +9,8 @@ import pytest
 from algorithms_table import MODEL, small_clients
 
 from experiments.map import methods, places, report, tuning
-from experiments.map.__main__ import PLACES, STUDIES, mixed_families
+from experiments.map.__main__ import STUDIES, mixed_families
+from experiments.map.places import PLACES
 from jaxfl import LocalSGD, simulate
 from jaxfl.algorithms import dp_fedavg, dp_fedavg_mixed, fine_tuned
 from jaxfl.data import Dataset
@@ -264,6 +265,37 @@ def test_the_front_page_has_three_sentences_of_the_results():
     assert f"is {highest} points from that recipe at ε 1" in lines[4]
 
 
+def test_the_front_page_has_what_the_counter_run_found():
+    """The best on validation examples counts, even if another one is better on test examples."""
+    tuned = {"way": "plain", "epsilon": 1.0, "validation": 0.66}
+    tried = {"X": [tuned], "Y": [tuned | {"validation": 0.5}]}
+    tried["alone"] = [tuned | {"epsilon": math.inf, "validation": 0.6}]
+    tested = [
+        {"method": method, "epsilon": tried[method][0]["epsilon"], "seed": seed, "score": score}
+        for method, score in (("X", 0.72), ("Y", 0.9), ("alone", 0.58))
+        for seed in (0, 1)
+    ]
+    own = {
+        "title": "digits, 4 clients, permuted",
+        "tried": tried,
+        "tested": tested,
+        "seconds": 36.0,
+    }
+    counter = {
+        "places": {"a": own},
+        "seeds": [0, 1],
+        "date": "2026-01-01",
+        "versions": {"jax": "1"},
+    }
+    gains = report.counter_gains(own, result_of())
+    found = {method: row["difference"] for (method, _), row in gains.items()}
+    assert found == pytest.approx({"X": 0.04, "Y": 0.22, "alone": -0.1})
+    text = report.answer({"a": result_of()}, counter)
+    assert "Of 3 further settings at 1 places" in text
+    assert "are +4.0 (X, permuted) points from it at ε 1." in text
+    assert "| alone | 60.0 |  |" in report.counter_run(counter)
+
+
 def test_the_best_families_on_validation_examples_are_mixed_and_one_of_the_recipe():
     scores = {"a": 0.9, "b": 0.8, "c": 0.7, "d": 0.6, "linear DP-FedAvg": 0.1}
     scores["scaled linear DP-FedAvg"] = 0.2
@@ -286,5 +318,5 @@ def test_the_recipe_is_what_is_best_on_validation_examples():
 
 
 def test_all_places_have_a_study_of_their_own():
-    assert len({place.name for place in PLACES} & STUDIES.keys()) == len(PLACES)
+    assert {"counter", "withdrawn", *(place.name for place in PLACES)} == STUDIES.keys()
     assert all(name.isascii() and name.replace("_", "").isalnum() for name in STUDIES)

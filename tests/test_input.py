@@ -147,6 +147,25 @@ def test_numpy_and_jax_values_are_taken(name, never_runs):
             malformed.call(name, **changes)
 
 
+@pytest.mark.parametrize(
+    ("function", "wrong", "meant"),
+    [
+        (LocalSGD, "batchsize", "batch_size"),
+        (fedavg, "mech", "mechanism"),
+        (simulate, "progres", "progress"),
+    ],
+)
+def test_a_misspelt_argument_names_the_one_that_was_meant(function, wrong, meant, never_runs):
+    given = {
+        LocalSGD: [optax.sgd(0.1)],
+        fedavg: [MODEL],
+        simulate: [KEY, fedavg(MODEL), small_clients()],
+    }
+    words = rf"^{wrong} must be an argument of {function.__name__}\(\), .*Did you mean '{meant}'"
+    with pytest.raises(TypeError, match=words):
+        function(*given[function], **{wrong: 1} | ({"rounds": 1} if function is simulate else {}))
+
+
 INPUTS, LABELS = np.zeros((4, 2), np.float32), np.array([0, 1, 0, 1])
 DATA = from_arrays(INPUTS, LABELS, INPUTS, LABELS)
 LISTS = [[0, 1], [2, 3]]

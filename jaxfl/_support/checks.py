@@ -8,6 +8,7 @@ A sweep calls a builder with each value first, and then once with a traced numbe
 """
 
 import contextlib
+import difflib
 import functools
 import inspect
 import math
@@ -386,6 +387,25 @@ GAUSSIAN: dict[str, Check] = {
 """Checks of the arguments that the builders with a Gaussian mechanism share."""
 
 
+def nearest(name: Any, known: Collection[str]) -> str:
+    """Return the remedy for an unknown name.
+
+    It names the known name with the most similar spelling or the same beginning, or all of them if
+    none is similar.
+
+    >>> nearest("batchsize", ["batch_size", "epochs"]), nearest("noise", ["noise_multiplier"])
+    ("Did you mean 'batch_size'?", "Did you mean 'noise_multiplier'?")
+    """
+    text = str(name)[:100]
+    close = difflib.get_close_matches(text, known, 1, 0.65)
+    close += [longer for longer in known if text and longer.startswith(text)]
+    if close:
+        return f"Did you mean {close[0]!r}?"
+    if known:
+        return f"Give some of {', '.join(known)}."
+    return "Leave it out."
+
+
 def checked(**checks: Check) -> Callable[[_F], _F]:
     """Check all arguments of a function, or of a dataclass, at every call.
 
@@ -446,14 +466,13 @@ def checked(**checks: Check) -> Callable[[_F], _F]:
             try:
                 bound = signature.bind(*args, **kwargs)
             except TypeError:
+                if not options:
+                    _check_keywords(target.__qualname__, by_name, kwargs)
                 # Python's own error names the function.
                 return target(*args, **kwargs)
             further = bound.arguments.get(options, {})
-            unknown = [name for name in further if name not in fields]
-            if fields and unknown:
-                raise TypeError(
-                    f"{target.__qualname__}() got an unexpected keyword argument {unknown[0]!r}"
-                )
+            if fields:
+                _check_keywords(target.__qualname__, by_name, further)
             for name, check in by_name.items():
                 for arguments in (bound.arguments, further):
                     if name in arguments:
@@ -465,6 +484,16 @@ def checked(**checks: Check) -> Callable[[_F], _F]:
         return call  # pyrefly: ignore[bad-return]
 
     return decorate
+
+
+def _check_keywords(function: str, known: Collection[str], given: Collection[str]) -> None:
+    """Require keyword arguments that a function has."""
+    for name in given:
+        if name not in known:
+            raise TypeError(
+                f"{name} must be an argument of {function.removesuffix('.__init__')}(), got an "
+                f"unexpected keyword argument. {nearest(name, known)}"
+            )
 
 
 def _by_annotation(name: str, hint: Any, check: Check | None) -> Check:

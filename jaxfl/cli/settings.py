@@ -1,7 +1,6 @@
 """Settings of runs and comparisons as plain values, for a command line or a YAML file."""
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import math
@@ -23,6 +22,7 @@ from jaxfl._support.checks import (
     check_seeds,
     checked,
     count_from_0,
+    nearest,
     show,
     up_to_infinity,
 )
@@ -87,19 +87,6 @@ def parse_options(given: Collection[str]) -> dict[str, int | float]:
             # The parser's constructors raise errors of any kind. The check below names the value.
             found[name] = value
     return _check_options("option", found)
-
-
-def nearest(name: Any, known: Collection[str]) -> str:
-    """Return the remedy for an unknown name.
-
-    It names the known name with the most similar spelling, or all of them if none is similar.
-    """
-    close = difflib.get_close_matches(str(name)[:100], known, 1, 0.65)
-    if close:
-        return f"Did you mean {close[0]!r}?"
-    if known:
-        return f"Give some of {', '.join(known)}."
-    return "Leave it out."
 
 
 @checked(alpha=up_to_infinity)

@@ -340,6 +340,9 @@ class CandidateRuns:
             )
             if newcomers is not None:
                 found = self._served(found, points, newcomers, seed, rounds)
+        except KeyboardInterrupt as stop:
+            stop.args = (f"{which}: {stop}",)
+            raise
         except Exception as error:
             if jax.process_count() > 1 or not out_of_memory(error):
                 error.add_note(f"raised by {which}")

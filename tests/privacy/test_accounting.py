@@ -600,7 +600,7 @@ PLAN = planned_ledger(mechanism(1.0), 2, 2)
         (lambda: calibrate(1.0, clients=0, rounds=2), r"clients must be .* got 0"),
         (
             lambda: calibrate(1.0, clients=4, rounds=2, sampling=FixedSize(9)),
-            r"size must be a whole number from 1 to 4, got 9",
+            r"size must be at most 4, the number of clients, got 9",
         ),
         (
             lambda: calibrate(1.0, clients=4, rounds=2, shape=[1.0, 0.0]),

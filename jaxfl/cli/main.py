@@ -443,7 +443,9 @@ def _print_table(title: str, head: Iterable[str], rows: Iterable[Iterable[str]])
 
 
 def _as_text(value: Any) -> str:
-    """Return a value with four digits if it is a float."""
+    """Return a value as text, a float with four digits and an absent value as a dash."""
+    if value is None:
+        return "–"
     if isinstance(value, float):
         return f"{value:.4g}"
     return str(value)

@@ -21,7 +21,7 @@ from experiments.map.methods import (
     scored,
     stopped,
 )
-from experiments.map.places import EPSILONS, PLACES, SEEDS, Place, clients_of, dataset
+from experiments.map.places import EPSILONS, PLACES, SEEDS, Place, dataset
 from experiments.study import Options, Result, part
 from jaxfl import LocalSGD, algorithms, spread
 from jaxfl.models import mlp
@@ -248,10 +248,9 @@ def tested(
     way = row["way"].removeprefix("mixed_")
     if way != row["way"]:
         family = family._replace(build=family.mixtures[way])
-    point = tuning._as_point(row["chosen"], row["epsilon"])
+    point = tuning.as_point(row["chosen"], row["epsilon"])
     choices = {(row["way"], row["epsilon"]): (point, row["evaluation"])}
-    score = functools.partial(tuning._scores, family, place, choices)
-    return {"rows": [one for seed in seeds for one in score(clients_of(place, seed), seed)]}
+    return {"rows": tuning.final_rows(family, place, choices, seeds)}
 
 
 def run_all(options: Options) -> Result:

@@ -33,6 +33,9 @@ Scores = dict[Point, dict[str, np.ndarray]]
 
 Row = dict[str, Any]
 
+Choices = Mapping[tuple[str, float], tuple[Point, int]]
+"""The chosen point and its evaluated round, by way and epsilon."""
+
 ALL_DROPPED = -1.0
 """Score of every client in a run that dropped all updates, so that no way chooses its point."""
 
@@ -79,11 +82,7 @@ def study(
         for (way, level), (point, at, score) in best.items()
     ]
     choices = {key: (point, at) for key, (point, at, _) in best.items()}
-    rows = [
-        row
-        for seed in seeds
-        for row in _scores(family, place, choices, clients_of(place, seed), seed)
-    ]
+    rows = final_rows(family, place, choices, seeds)
     return {"tuning": tuning, "rows": rows, "seconds": round(time.process_time() - began, 1)}
 
 
@@ -111,7 +110,7 @@ def mixtures(
         whole = family._replace(build=family.mixtures[way])
         name = f"mixed_{way}"
         choices = {
-            (name, row["epsilon"]): (_as_point(row["chosen"], row["epsilon"]), 0) for row in rows
+            (name, row["epsilon"]): (as_point(row["chosen"], row["epsilon"]), 0) for row in rows
         }
         scores = [
             _scores(whole, place, choices, clients_for_tuning(place, seed), seed)
@@ -127,15 +126,23 @@ def mixtures(
             found["tuning"].append(
                 {**row, "way": name, "validation": float(np.mean(own)), "points": 1}
             )
-        for seed in seeds:
-            found["rows"] += _scores(whole, place, choices, clients_of(place, seed), seed)
+        found["rows"] += final_rows(whole, place, choices, seeds)
     return found | {"seconds": round(time.process_time() - began, 1)}
+
+
+def final_rows(family: Family, place: Place, choices: Choices, seeds: Sequence[int]) -> list[Row]:
+    """Return the scores of chosen points on the test examples of every final seed."""
+    return [
+        row
+        for seed in seeds
+        for row in _scores(family, place, choices, clients_of(place, seed), seed)
+    ]
 
 
 def _scores(
     family: Family,
     place: Place,
-    choices: Mapping[tuple[str, float], tuple[Point, int]],
+    choices: Choices,
     clients: Clients,
     seed: int,
 ) -> list[Row]:
@@ -260,10 +267,11 @@ def _indices(family: Family) -> range:
 
 
 def _point(family: Family, index: int, epsilon: float) -> Point:
-    return _as_point({name: column[index] for name, column in family.points.items()}, epsilon)
+    return as_point({name: column[index] for name, column in family.points.items()}, epsilon)
 
 
-def _as_point(numbers: Mapping[str, float], epsilon: float) -> Point:
+def as_point(numbers: Mapping[str, float], epsilon: float) -> Point:
+    """Return numbers and an epsilon as a point."""
     return tuple(sorted({**numbers, "epsilon": epsilon}.items()))
 
 
@@ -304,7 +312,7 @@ def _wider(place: Place, family: Family, tried: Scores, way: str, epsilon: float
         for power in (1, 2):
             changed = float(f"{best[name] * factor**power:.6g}")
             if name not in SHARES or 0 < changed < 1:
-                found.add(_as_point({**best, name: changed}, epsilon))
+                found.add(as_point({**best, name: changed}, epsilon))
     return found
 
 

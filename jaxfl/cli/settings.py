@@ -203,11 +203,15 @@ class Setting:
         }
 
 
+_OFFERED = Setting().offered("fedavg", 0.1).keys()
+"""Names of the arguments that settings have for methods."""
+
+
 def _takes_settings(name: str) -> bool:
     """Return whether a builder takes a model, and needs nothing that no setting has."""
     first, *others = inspect.signature(getattr(algorithms, name)).parameters.values()
     needed = {each.name for each in others if each.default is each.empty}
-    return first.name == "model" and needed <= Setting().offered(name, 0.1).keys()
+    return first.name == "model" and needed <= _OFFERED
 
 
 METHODS = tuple(filter(_takes_settings, algorithms.__all__))

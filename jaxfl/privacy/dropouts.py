@@ -64,6 +64,13 @@ class Dropouts(Sampling):
         """Return the mean number of drawn clients, with those who drop out."""
         return self.sampling.drawn(clients)
 
+    def drawn_of(self, arrived: Bool[np.ndarray, "T C"]) -> Float[np.ndarray, "T"]:
+        """Return the size of a fixed cohort, or an estimate from who arrived."""
+        clients = arrived.shape[1]
+        if self.sampling.fixed:
+            return np.full(len(arrived), self.drawn(clients))
+        return arrived @ (1 / np.broadcast_to(self.availability, clients))
+
     @property
     def mean(self) -> float:
         """Mean availability of the clients."""

@@ -99,6 +99,10 @@ class Sampling:
         """Return the mean number of drawn clients, of whom some may drop out (`Dropouts`)."""
         return self.expected(clients)
 
+    def drawn_of(self, arrived: Bool[np.ndarray, "T C"]) -> Float[np.ndarray, "T"]:
+        """Return how many clients were drawn in each round, of whom these arrived."""
+        return arrived.sum(axis=1).astype(float)
+
     def usual(self, clients: int) -> float:
         """Return a number of participants that is rarely exceeded."""
         return self.expected(clients)

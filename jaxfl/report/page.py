@@ -11,7 +11,7 @@ import math
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -31,29 +31,32 @@ _RERUN = "Run again with the same settings, which writes it anew, or remove it."
 _VERSIONS = ("jaxfl", "jax", "jaxlib", "device", "devices")
 """Facts about versions and devices."""
 
+Columns: TypeAlias = Mapping[str, list[Any]]
+"""Columns of the user for the table of clients, by name."""
+
 _FIRST = ("method", "model", "rounds", *_VERSIONS)
 """Facts that a page shows first."""
 
 
 def _check_client_columns(name: str, value: Any) -> dict[str, list[Any]]:
-    columns = {}
-    for title, column in value.items() if isinstance(value, Mapping) else [("", None)]:
-        listed = np.asarray(column, object).tolist()
-        texts_or_numbers = isinstance(listed, list) and all(
-            isinstance(cell, str | int | float) for cell in listed
-        )
-        if not isinstance(title, str) or not texts_or_numbers:
-            raise TypeError(
-                f"{name} must be lists of texts or numbers by name, got {show(value)}. "
-                'Give for instance {"hospital": ["north", "south"]}.'
-            )
-        columns[title] = listed
+    error = TypeError(
+        f"{name} must be lists of texts or numbers by name, got {show(value)}. "
+        'Give for instance {"hospital": ["north", "south"]}.'
+    )
+    if not isinstance(value, Mapping):
+        raise error
+    columns = {title: np.asarray(column, object).tolist() for title, column in value.items()}
+    for title, cells in columns.items():
+        known = isinstance(title, str) and isinstance(cells, list)
+        if not known or not all(isinstance(cell, str | int | float) for cell in cells):
+            raise error
     return columns
 
 
 @checked(folder=check_path, columns=_check_client_columns)
 def write_report(
-    folder: str | os.PathLike, columns: Mapping[str, Sequence[Any] | np.ndarray] | None = None
+    folder: str | os.PathLike,
+    columns: Mapping[str, Sequence[Any] | np.ndarray] | None = None,
 ) -> pathlib.Path:
     """Write `report.html` into the folder of a run, a sweep or a comparison, and return its path.
 
@@ -76,9 +79,12 @@ def write_report(
     """
     own_columns: dict[str, Any] = dict(columns or {})
     path = pathlib.Path(folder)
-    points = []
-    if path.is_dir():
-        points = [point for point in layout.points_of(path) if is_regular(point / layout.METRICS)]
+    if not path.is_dir():
+        raise ValueError(
+            f"folder must be the folder of a run, a sweep or a comparison, got {str(folder)!r}, "
+            "which is no folder. Run `simulate`, `sweep` or `compare` with it first."
+        )
+    points = [point for point in layout.points_of(path) if is_regular(point / layout.METRICS)]
     if is_regular(path / layout.COMPARISON):
         if own_columns:
             raise ValueError(
@@ -90,11 +96,6 @@ def write_report(
         values = _collect_run(path, own_columns)
     elif points:
         values = _collect_sweep(path, points, own_columns)
-    elif not path.is_dir():
-        raise ValueError(
-            f"folder must be the folder of a run, a sweep or a comparison, got {str(folder)!r}, "
-            "which is no folder. Run `simulate`, `sweep` or `compare` with it first."
-        )
     else:
         raise ValueError(
             f"folder must hold {layout.METRICS}, got {str(folder)!r} without it. "
@@ -121,7 +122,7 @@ def load_template(name: str) -> Any:
     functions: dict[str, Any] = {
         "flattened": _flattened,
         "guarantees": _guarantees,
-        "in_short": _in_short,
+        "in_short": in_short,
         "is_finite": _is_finite,
         "plots": plots,
         "statement_lines": statement_lines,
@@ -130,7 +131,7 @@ def load_template(name: str) -> Any:
     return environment.get_template(name)
 
 
-def _collect_run(folder: pathlib.Path, own_columns: Mapping[str, list[Any]]) -> dict[str, Any]:
+def _collect_run(folder: pathlib.Path, own_columns: Columns) -> dict[str, Any]:
     """Collect what the page of a run shows."""
     rows = _load_metrics(folder)
     statement = _load_json(folder / layout.PRIVACY)
@@ -164,7 +165,7 @@ def _collect_run(folder: pathlib.Path, own_columns: Mapping[str, list[Any]]) -> 
 def _collect_sweep(
     folder: pathlib.Path,
     points: Sequence[pathlib.Path],
-    own_columns: Mapping[str, list[Any]],
+    own_columns: Columns,
 ) -> dict[str, Any]:
     """Collect what the page of a sweep shows, and write the pages of its points."""
     lines = []
@@ -205,7 +206,7 @@ def _collect_comparison(folder: pathlib.Path) -> dict[str, Any]:
         statements.append((_cell_name(*cell), _statement_of(first_seed, folder)))
     missing = []
     for row in found.missing:
-        point = "; ".join(f"{name} {_in_short(value)}" for name, value in row["chosen"].items())
+        point = "; ".join(f"{name} {in_short(value)}" for name, value in row["chosen"].items())
         missing.append([row["method"], row["epsilon"], row["seed"], point, row["reason"]])
     runs = sorted(folder.glob(f"*/seed=*/*/{layout.METRICS}"))
     facts = next((_newest_facts(run.parent) for run in runs), {})
@@ -229,7 +230,7 @@ def _collect_comparison(folder: pathlib.Path) -> dict[str, Any]:
 
 def _cell_name(method: str, epsilon: float) -> str:
     """Return the name of a method at an epsilon."""
-    return f"{method}, ε {_in_short(epsilon)}"
+    return f"{method}, ε {in_short(epsilon)}"
 
 
 def _statement_of(row: Row, folder: pathlib.Path) -> dict[str, Any]:
@@ -244,14 +245,14 @@ def _choice(row: Row) -> list[Any]:
     grids = []
     for name, column in row["points"].items():
         values = list(dict.fromkeys(column))
-        text = ", ".join(map(_in_short, values))
+        text = ", ".join(map(in_short, values))
         if all(map(_is_finite, values)):
-            text = f"{len(values)} from {_in_short(min(values))} to {_in_short(max(values))}"
+            text = f"{len(values)} from {in_short(min(values))} to {in_short(max(values))}"
         grids.append(f"{name}: {text}")
     chosen = []
     for name, value in row["chosen"].items():
         mark = "*" if at_an_end(value, row["points"][name]) else ""
-        chosen.append(f"{name} {_in_short(value)}{mark}")
+        chosen.append(f"{name} {in_short(value)}{mark}")
     return [row["method"], row["epsilon"], "; ".join(grids), "; ".join(chosen), row["rounds"]]
 
 
@@ -295,7 +296,7 @@ def _client_scores(
     last: Row,
     headline: str,
     statement: Mapping[str, Any],
-    own_columns: Mapping[str, list[Any]],
+    own_columns: Columns,
 ) -> dict[str, Any]:
     """Return the scores of the clients at the last evaluation, the worst first."""
     arrays = _load_arrays(folder / layout.PER_CLIENT)
@@ -330,7 +331,7 @@ def _client_scores(
     }
 
 
-def _check_lengths(own_columns: Mapping[str, list[Any]], clients: int) -> None:
+def _check_lengths(own_columns: Columns, clients: int) -> None:
     """Require that each column of the user has one value for each client."""
     for name, column in own_columns.items():
         if len(column) != clients:
@@ -417,12 +418,12 @@ def _is_finite(value: Any) -> bool:
     return is_number and math.isfinite(value)
 
 
-def _in_short(value: Any) -> str:
+def in_short(value: Any) -> str:
     """Return a value as short text.
 
-    >>> [_in_short(value) for value in (0.123456, 1e-05, 12, None, "inf", float("inf"), "a_b")]
+    >>> [in_short(value) for value in (0.123456, 1e-05, 12, None, "inf", float("inf"), "a_b")]
     ['0.1235', '1e-05', '12', '–', '∞', '∞', 'a_b']
-    >>> _in_short({"rate": 0.1})
+    >>> in_short({"rate": 0.1})
     '{"rate": 0.1}'
     """
     if value is None or (isinstance(value, float) and math.isnan(value)):

@@ -14,7 +14,7 @@ from jaxfl._support.files import kind, opened, replacing
 from jaxfl.privacy.accounting.planning import KINDS, Plan
 from jaxfl.privacy.sampling import NEEDS
 from jaxfl.privacy.statement import NOT_COVERED, OBSERVERS, PRECISION, UNIT
-from jaxfl.report.page import load_template
+from jaxfl.report.page import in_short, load_template
 
 _PACKAGES = ("jaxfl", "dp-accounting", "numpy", "scipy")
 """Packages whose versions decide the numbers."""
@@ -122,7 +122,7 @@ def _row(each: Plan) -> list[Any]:
     """Return a plan's line in the table of mechanisms."""
     tightest = min(each.pld, each.rdp, key=lambda bound: bound.value)
     kind, *numbers = each.mechanism.sampling.describe().items()
-    sampling = ", ".join([str(kind[1]), *(f"{name} {_rounded(value)}" for name, value in numbers)])
+    sampling = ", ".join([str(kind[1]), *(f"{name} {in_short(value)}" for name, value in numbers)])
     return [
         each.kind,
         ", ".join(each.needs),
@@ -132,7 +132,3 @@ def _row(each: Plan) -> list[Any]:
         each.error,
         f"{type(each.mechanism).__name__}; {sampling}",
     ]
-
-
-def _rounded(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 
 from jaxfl._support.checks import (
     at_least_0,
@@ -26,9 +26,7 @@ from jaxfl._support.checks import (
     key_of,
     show,
 )
-from jaxfl.privacy.dropouts import Dropouts
 from jaxfl.privacy.mechanisms.gaussian import Participant
-from jaxfl.privacy.sampling import Sampling
 from jaxfl.report import plots
 from jaxfl.run.check import check_clients, given_to_client
 from jaxfl.run.flags import under_own_flags
@@ -277,7 +275,7 @@ def deployment_cost(
     sent = traffic(algorithm, clients)
     present = np.asarray(result.ledger.participants, bool)
     updates = np.cumsum(present.sum(axis=1))
-    broadcasts = np.cumsum(_drawn(algorithm.mechanism.sampling, present))
+    broadcasts = np.cumsum(algorithm.mechanism.sampling.drawn_of(present))
     seconds = None
     if period is not None:
         seconds = period * np.arange(1, len(present) + 1)
@@ -341,13 +339,3 @@ def plot_costs(
                 "set has tests."
             )
     plots.save(plots.against_costs(costs, metric), path)
-
-
-def _drawn(sampling: Sampling, arrived: Bool[np.ndarray, "T C"]) -> Float[np.ndarray, "T"]:
-    """Return the number of drawn clients by round, or its estimate from those who returned."""
-    if not isinstance(sampling, Dropouts):
-        return arrived.sum(axis=1).astype(float)
-    clients = arrived.shape[1]
-    if sampling.sampling.fixed:
-        return np.full(len(arrived), sampling.drawn(clients))
-    return arrived @ (1 / np.broadcast_to(sampling.availability, clients))

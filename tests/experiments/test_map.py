@@ -132,8 +132,8 @@ def test_a_client_of_a_group_has_examples_of_that_group_alone():
 
 def test_a_number_at_an_end_of_its_grid_is_tried_beyond_it():
     family = methods.Family(dp_fedavg, {"rate": [0.1, 0.2, 0.4], "density": [0.3, 0.8, 0.5]}, 1)
-    point = tuning._as_point({"rate": 0.4, "density": 0.8}, 1.0)
-    low = tuning._as_point({"rate": 0.2, "density": 0.3}, 1.0)
+    point = tuning.as_point({"rate": 0.4, "density": 0.8}, 1.0)
+    low = tuning.as_point({"rate": 0.2, "density": 0.3}, 1.0)
     scores = {point: {"plain": np.array([0.9])}, low: {"plain": np.array([0.1])}}
     place = PLACE._replace(clients=1, unseen=0.0)
     wider = {
@@ -145,7 +145,7 @@ def test_a_number_at_an_end_of_its_grid_is_tried_beyond_it():
 
 
 def test_both_tuning_seeds_choose_a_point():
-    points = [tuning._as_point({"rate": rate}, 1.0) for rate in (0.1, 0.2, 0.3)]
+    points = [tuning.as_point({"rate": rate}, 1.0) for rate in (0.1, 0.2, 0.3)]
     first = {
         point: {"plain": np.array([score, math.nan, 0.0])}
         for point, score in zip(points, (0.9, 0.8, 0.99), strict=True)
@@ -216,7 +216,7 @@ def test_a_place_of_one_seed_has_no_intervals():
 
 
 def test_a_run_without_updates_has_no_score(monkeypatch):
-    point = tuning._as_point({"rate": 0.1}, 1.0)
+    point = tuning.as_point({"rate": 0.1}, 1.0)
     dropped = {point: {"plain": np.full(40, tuning.ALL_DROPPED, np.float32)}}
     monkeypatch.setattr(tuning, "_run", lambda *_, **__: dropped)
     family = methods.Family(dp_fedavg, {"rate": [0.1]}, 1)

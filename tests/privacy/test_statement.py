@@ -159,6 +159,7 @@ def test_another_client_knows_its_own_noise():
     silent = state(Mechanism(clip=1.0, noise_multiplier=3.0))
     assert "against_client" not in silent["honest"]["aggregate"]
     assert silent["assumed"] == []
+    assert state(Mechanism(clip=1.0, sampling=FixedSize(5)))["assumed"] == []
 
 
 def test_where_the_noise_comes_from():

@@ -23,8 +23,6 @@ from jaxfl.privacy.accounting.observers import View, plain_view
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Full, Poisson, Sampling, limited
 
-_FULL = Full()
-
 _LEAST_BUDGET = 1e-8
 """Smallest epsilon that noise is sought for."""
 
@@ -60,7 +58,8 @@ class Exposure(NamedTuple):
         self, clients: int, delta: float, by: Sequence[Accountant] = BOTH
     ) -> dict[Accountant, Epsilon]:
         """Return the epsilon by each accountant. Every client counts as the most exposed one."""
-        found = bounds_of([self.view], by, delta, self.view.multiplier.shape[1], self.repeats)
+        columns = self.view.multiplier.shape[1]
+        found = bounds_of([self.view], by, delta, columns, self.repeats)
         return {
             accountant: worst._replace(per_client=np.broadcast_to(worst.value, clients))
             for accountant, worst in found.items()
@@ -114,7 +113,7 @@ def calibrate(
     *,
     clients: int,
     rounds: int,
-    sampling: Sampling = _FULL,
+    sampling: Sampling = Full(),
     mechanism: Mechanism | None = None,
     delta: float | None = None,
     accountant: Accountant = "pld",

@@ -18,7 +18,6 @@ from jaxfl.privacy.accounting.accountants import Accountant, failure_probability
 from jaxfl.privacy.accounting.observers import Observer, View
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
-from jaxfl.privacy.sampling import Full
 from jaxfl.types import Ledger, Terms
 
 Unit = Literal["client", "example"]
@@ -27,7 +26,6 @@ Unit = Literal["client", "example"]
 BOTH: tuple[Accountant, ...] = ("pld", "rdp")
 """All accountants."""
 
-_FULL = Full()
 _TINY = "the noise or delta is too small to account for"
 
 

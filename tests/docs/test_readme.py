@@ -62,11 +62,6 @@ def printed_by(block, folder, devices):
     return float(numbers[1]), float(numbers[2])
 
 
-@pytest.mark.parametrize("link", re.findall(r"\]\(([^)]+)\)", README.read_text()))
-def test_links_lead_somewhere(link):
-    assert (README.parent / link).exists()
-
-
 @pytest.mark.parametrize(
     "path", sorted(set(re.findall(r"`(jaxfl/[\w/]+\.py)`", README.read_text())))
 )

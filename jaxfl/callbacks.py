@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 
 from jaxfl._support import files
-from jaxfl._support.checks import check_callable, check_path, checked, plain, show
+from jaxfl._support.checks import check_callable, check_path, checked, is_listed, plain, show
 
 __all__ = ["csv", "early_stopping", "epsilon_budget", "mlflow", "tensorboard", "wandb"]
 
@@ -40,7 +40,7 @@ _Log: TypeAlias = Callable[[list[EvaluationRow]], None]
 
 def check_callbacks(name: str, value: Any) -> tuple[Callback, ...]:
     """Require a sequence of functions that take the rows and run when they are called."""
-    if callable(value) or not isinstance(value, Sequence):
+    if callable(value) or not is_listed(value):
         raise TypeError(f"{name} must be a sequence of functions, got {show(value)}. Give a list.")
     return tuple(_check_callback(f"{name}[{i}]", callback) for i, callback in enumerate(value))
 

@@ -75,6 +75,15 @@ def show(value: Any) -> str:
     return f"<{kind}>"
 
 
+def is_listed(value: Any) -> bool:
+    """Return whether a value is a sequence of entries, and no text.
+
+    >>> is_listed([1.0]), is_listed("1.0"), is_listed(1.0)
+    (True, False, False)
+    """
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
 def check_positive(name: str, value: Any, *, zero: bool = False, infinite: bool = False) -> Any:
     """Require a real number above 0, or at least 0 if `zero`."""
     if traced(value):
@@ -152,11 +161,7 @@ def check_callable(name: str, value: Any) -> Callable:
 
 def check_layers(name: str, value: Any) -> tuple[str, ...]:
     """Require a sequence of names of layers."""
-    if (
-        isinstance(value, str)
-        or not isinstance(value, Sequence)
-        or not all(isinstance(layer, str) for layer in value)
-    ):
+    if not is_listed(value) or not all(isinstance(layer, str) for layer in value):
         raise TypeError(
             f"{name} must be names of layers, got {show(value)}. Give for instance ('Dense_1',)."
         )
@@ -200,7 +205,7 @@ def _array_remedy(value: Any, array: np.ndarray) -> str:
 def check_arrays(name: str, value: Any) -> list[np.ndarray]:
     """Require a sequence of arrays of numbers, one for each client."""
     array = isinstance(value, np.ndarray | jax.Array) and value.ndim > 0
-    if array or (isinstance(value, Sequence) and not isinstance(value, str | bytes)):
+    if array or is_listed(value):
         return [check_array(f"{name}[{i}]", item) for i, item in enumerate(value)]
     remedy = "Give a list with one array for each client."
     if isinstance(value, Mapping):

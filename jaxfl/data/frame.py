@@ -8,7 +8,14 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
 
-from jaxfl._support.checks import check_fraction, check_numbers, checked, count_from_0, show
+from jaxfl._support.checks import (
+    check_fraction,
+    check_numbers,
+    checked,
+    count_from_0,
+    is_listed,
+    show,
+)
 from jaxfl.data.load import Dataset, check_owners, from_arrays
 from jaxfl.data.owners import places
 
@@ -81,8 +88,7 @@ def _check_test(name: str, value: Any) -> float | Frame:
 
 def _check_input_names(name: str, value: Any) -> list[str]:
     """Require names of columns."""
-    listed = isinstance(value, Sequence) and not isinstance(value, str)
-    if listed and len(value) and all(isinstance(column, str) for column in value):
+    if is_listed(value) and len(value) and all(isinstance(column, str) for column in value):
         return list(value)
     raise TypeError(
         f"{name} must be names of columns, got {show(value)}. Give for instance ['age', 'sex']."

@@ -31,7 +31,8 @@ def _check_token_lists(name: str, value: Any) -> Sequence[Any]:
 
 def _is_list(value: Any) -> bool:
     """Return whether a value is a list, an array with an axis, or a column of a frame."""
-    return hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0
+    has_length = hasattr(value, "__len__") and not isinstance(value, type)
+    return has_length and getattr(value, "ndim", 1) > 0
 
 
 def _check_vocabulary(name: str, value: Any) -> dict[str, int]:
@@ -141,7 +142,8 @@ def _numbers_of(
     where: str, text: Any, vocabulary: Mapping[str, int] | None
 ) -> Int[np.ndarray, "t"]:
     """Return the numbers of a list's tokens."""
-    if isinstance(text, str) or (len(text) and isinstance(text[0], str)):
+    words = _is_list(text) and len(text) > 0 and isinstance(text[0], str)
+    if isinstance(text, str) or words:
         if vocabulary is None:
             raise ValueError(
                 f"{where} must be whole numbers if there is no vocabulary, got {show(text)}. "

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Float32, Int32, Integer, Shaped
 
@@ -148,8 +149,8 @@ def _as_objects(name: str, values: Any) -> np.ndarray:
 
 def _without_mask(name: str, values: Any) -> np.ndarray:
     """Return an array, which must not be masked."""
-    if isinstance(values, np.ma.MaskedArray):
-        check_array(name, values)
+    if isinstance(values, np.ma.MaskedArray | jax.Array):
+        return check_array(name, values)
     return np.asarray(values)
 
 

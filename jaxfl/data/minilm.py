@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from jaxfl._support.checks import check_count, checked, show
+from jaxfl._support.checks import check_count, checked, is_listed, show
 from jaxfl.data.encoder import Encoder
 from jaxfl.types import Params
 
@@ -131,7 +131,7 @@ def _text_features(weights: Params, tokens: Int[Array, "B L"]) -> Float[Array, "
 
 def _check_texts(name: str, value: Any) -> list[str]:
     """Require a sequence of texts."""
-    if isinstance(value, str) or not isinstance(value, Sequence):
+    if not is_listed(value):
         kind = type(value).__name__
         raise TypeError(
             f"{name} must be a sequence of texts, got {kind} {show(value)}. Give a list of str."

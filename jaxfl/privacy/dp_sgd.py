@@ -21,6 +21,7 @@ from jaxfl._support.checks import (
     check_noise,
     check_numbers,
     checked,
+    is_listed,
     key_of,
     traced,
 )
@@ -65,12 +66,13 @@ _ONCE = (
 
 def _check_rates(name: str, value: Any) -> Any:
     """Require a rate in (0, 1], or one for each client."""
-    if traced(value) or np.ndim(value) == 0:
+    several = is_listed(value) or getattr(value, "ndim", 0) > 0
+    if traced(value) or not several:
         return check_fraction(name, value)
     rates = check_numbers(name, value)
     if rates.max() > 1:
         raise ValueError(
-            f"{name} must be numbers in (0, 1], got {rates.max():g}. "
+            f"{name} must be numbers in (0, 1], got {rates.max()}. "
             "Give batch_size / examples, or 1 for clients with fewer examples."
         )
     return rates

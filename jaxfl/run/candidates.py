@@ -19,6 +19,7 @@ from jaxfl._support.checks import (
     check_count,
     check_instance,
     checked,
+    is_listed,
     plain,
     show,
 )
@@ -135,7 +136,7 @@ def _check_column(name: str, value: Any) -> list[Any]:
         if array.ndim != 1:
             raise ValueError(f"{name} must be a vector, got {show(value)}. Give a list of values.")
         value = array.tolist()
-    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+    if not is_listed(value):
         raise TypeError(
             f"{name} must be a list of values, got {show(value)}. Give a list, even of one value."
         )

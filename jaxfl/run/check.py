@@ -266,8 +266,8 @@ def check_state(name: str, value: Any, made: Tree) -> Tree:
     """
     remedy = "Give the state that a run of this method left, for these clients."
     try:
-        shapes = jax.eval_shape(lambda: value)
-    except TypeError:
+        shapes = jax.eval_shape(lambda state: state, value)
+    except (TypeError, OverflowError):
         raise TypeError(f"{name} must be arrays, got {show(value)}. {remedy}") from None
     if jax.tree.structure(shapes) != jax.tree.structure(made):
         raise ValueError(

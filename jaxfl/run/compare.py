@@ -11,7 +11,15 @@ from typing import Any, NamedTuple, Unpack
 import jax
 import numpy as np
 
-from jaxfl._support.checks import check_fraction, check_seeds, checked, count_from_0, show
+from jaxfl._support.checks import (
+    check_array,
+    check_fraction,
+    check_seeds,
+    checked,
+    count_from_0,
+    is_listed,
+    show,
+)
 from jaxfl.data.clients import hold_out, leave_out
 from jaxfl.privacy.accounting.calibration import check_budget
 from jaxfl.report.comparison import ALL_DROPPED, Comparison, Row
@@ -37,9 +45,8 @@ _TUNING_EVALUATIONS = 20
 
 def _check_epsilons(name: str, value: Any) -> tuple[float, ...]:
     if isinstance(value, np.ndarray | jax.Array):
-        value = np.asarray(value).ravel().tolist()
-    listed = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
-    if not listed or len({*map(str, value)}) < len(value):
+        value = check_array(name, value).ravel().tolist()
+    if not is_listed(value) or not len(value) or len({*map(str, value)}) < len(value):
         raise TypeError(
             f"{name} must be different numbers above 0, got {show(value)}. "
             "Give for instance (1.0, 8.0, math.inf)."

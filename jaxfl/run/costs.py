@@ -23,6 +23,7 @@ from jaxfl._support.checks import (
     check_numbers,
     check_path,
     checked,
+    is_listed,
     key_of,
     show,
 )
@@ -297,7 +298,7 @@ def deployment_cost(
 
 def _check_costs(name: str, value: Any) -> dict[str, Sequence[Mapping[str, float | int]]]:
     tables = value.values() if isinstance(value, Mapping) else ()
-    listed = all(isinstance(rows, Sequence) for rows in tables)
+    listed = all(map(is_listed, tables))
     rows = [row for rows in tables for row in rows] if listed else []
     known = [isinstance(row, Mapping) and "total_up" in row for row in rows]
     if not known or not all(known):

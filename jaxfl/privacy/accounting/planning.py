@@ -16,6 +16,7 @@ from jaxfl._support.checks import (
     check_count,
     check_instance,
     checked,
+    is_listed,
     probability,
     show,
 )
@@ -143,8 +144,8 @@ class Plan(NamedTuple):
 
 
 def _check_kinds(name: str, value: Any) -> tuple[Kind, ...]:
-    listed = isinstance(value, Sequence) and not isinstance(value, str)
-    if not listed or any(kind not in KINDS for kind in value):
+    known = is_listed(value) and all(isinstance(kind, str) and kind in KINDS for kind in value)
+    if not known:
         raise ValueError(
             f"{name} must have kinds of mechanisms, got {show(value)}. Give some of {KINDS}."
         )

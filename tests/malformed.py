@@ -30,6 +30,7 @@ from jaxfl._support.checks import check_optional, plain, unchecked
 from jaxfl.algorithms.pdp_fl import Budgets
 from jaxfl.models.saved import save_models
 from jaxfl.privacy import DPSGD, Canaries, Full, Mechanism, Poisson
+from jaxfl.privacy.mechanisms.robust import Robust
 from jaxfl.run.trained import Origin
 from jaxfl.tasks import Task
 from jaxfl.types import Model, Terms
@@ -373,7 +374,7 @@ KINDS: dict[str, Callable[..., Kind]] = {
 # Rows.
 
 ONES = [np.int64(1), np.uint8(1), jnp.int32(1), np.array(1)]
-ROBUST = "Median", "TrimmedMean", "Krum"
+ROBUST = [rule.__name__ for rule in Robust.__subclasses__()]
 
 VALUES: dict[str, Any] = {
     "accountant": "rdp", "clip": 1.0, "noise_multiplier": 1.0, "progress": False, "params": MODEL.init(KEY),

@@ -186,11 +186,18 @@ def read(app: Sphinx, name: str, content: list[str]) -> None:
     text = relink(content[0], path, path)
     if path.parent == DOCS / "reference":
         text = reference(text, path.stem)
-    for write in (overview, builders, studies, summaries):
+    for write in (answer, overview, builders, studies, summaries):
         mark = f"<!-- {write.__name__} -->"
         if mark in text:
             text = text.replace(mark, write())
     content[0] = text
+
+
+def answer() -> str:
+    """Return the answer of the front page, for the index."""
+    readme = ROOT / "README.md"
+    block = readme.read_text().partition("<!-- answer -->")[2].partition("<!-- /answer -->")[0]
+    return relink(block.strip(), readme, DOCS / "index.md")
 
 
 def _write(path: pathlib.Path, text: str) -> None:

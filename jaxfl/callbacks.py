@@ -111,9 +111,9 @@ def ask(callbacks: Sequence[Callback], rows: Sequence[EvaluationRow]) -> bool:
 
 def _answer(name: str, value: Any) -> bool:
     """Require None or a bool."""
-    given = plain(value)
-    if given is None or isinstance(given, bool):
-        return bool(given)
+    python_value = plain(value)
+    if python_value is None or isinstance(python_value, bool):
+        return bool(python_value)
     if inspect.iscoroutine(value):
         # Otherwise Python warns that the coroutine was never awaited.
         value.close()

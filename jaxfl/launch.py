@@ -122,9 +122,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     alone = options.coordinator is None and options.processes is not None
     # Nothing is written to the pipe. It ends with this process, and the other processes end then.
-    alive, held = os.pipe()
-    with open(alive, "rb"), open(held, "wb"), _stops() as stops:
-        number, code = _wait(_start(options, alone, devices, alive), stops)
+    read_end, write_end = os.pipe()
+    with open(read_end, "rb"), open(write_end, "wb"), _stops() as stops:
+        number, code = _wait(_start(options, alone, devices, read_end), stops)
     again = (
         "Start all processes again with the same command, so that each run resumes from its last "
         "checkpoint."
@@ -146,7 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _wrong(options: argparse.Namespace) -> str | None:
     """Return an error about the options with its remedy, or None if they are right."""
     names = ("processes", "coordinator", "process")
-    given = [name for name in names if getattr(options, name) is not None]
+    given_options = [name for name in names if getattr(options, name) is not None]
     if not (options.module or options.file):
         return "program must be given, got none. Give a file, or -m and a module."
     if options.file and not os.path.exists(options.file[0]):
@@ -157,17 +157,17 @@ def _wrong(options: argparse.Namespace) -> str | None:
             f"-m must name an installed module, got {options.module[0]!r}. "
             "Install it, or give another module."
         )
-    if given not in ([], ["processes"], [*names]):
+    if given_options not in ([], ["processes"], [*names]):
         return (
-            f"processes must be given alone, or with coordinator and process, got {given}. "
+            f"processes must be given alone, or with coordinator and process, got {given_options}. "
             "Give processes, all three, or none of them."
         )
-    if given and options.processes < 1:
+    if given_options and options.processes < 1:
         return (
             f"processes must be a whole number of at least 1, got {options.processes}. "
             "Give for instance 2."
         )
-    if given and (options.process or 0) not in range(options.processes):
+    if given_options and (options.process or 0) not in range(options.processes):
         return (
             f"process must be from 0 to {options.processes - 1}, got {options.process}. "
             "Number the processes from 0."

@@ -144,7 +144,7 @@ class Task:
     """How a builder made the task (see `jaxfl._support.recipes`)."""
 
     def __post_init__(self) -> None:
-        taken = RESERVED | {"loss", "test_size", "participations"}
+        reserved = RESERVED | {"loss", "test_size", "participations"}
         for name, metric in self.metrics.items():
             where = f"task={self.name!r}: metrics[{name!r}]"
             if not isinstance(name, str) or not name.isidentifier():
@@ -162,12 +162,12 @@ class Task:
                     f"test set, got {name!r}. Choose another name."
                 )
             own = _columns(name, headline=name == self.headline)
-            if own & taken:
+            if own & reserved:
                 raise ValueError(
                     f"{where} must have a name of its own, got {name!r}, and reports have "
-                    f"{min(own & taken)!r} already. Choose another name."
+                    f"{min(own & reserved)!r} already. Choose another name."
                 )
-            taken |= own
+            reserved |= own
 
     @property
     def headline(self) -> str:

@@ -130,12 +130,12 @@ def check_fraction(name: str, value: Any, *, zero: bool = False, one: bool = Tru
 
 def check_choice(name: str, value: Any, choices: Collection[Any]) -> Any:
     """Require one of the named choices."""
-    given = plain(value)
+    python_value = plain(value)
     for choice in choices:
         if (
-            isinstance(given, type(choice))
-            and isinstance(given, bool) == isinstance(choice, bool)
-            and given == choice
+            isinstance(python_value, type(choice))
+            and isinstance(python_value, bool) == isinstance(choice, bool)
+            and python_value == choice
         ):
             return choice
     known = ", ".join(map(repr, choices))
@@ -144,9 +144,9 @@ def check_choice(name: str, value: Any, choices: Collection[Any]) -> Any:
 
 def check_instance(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
     """Require an instance of one of the classes."""
-    given = plain(value)
-    if isinstance(given, kinds):
-        return given
+    python_value = plain(value)
+    if isinstance(python_value, kinds):
+        return python_value
     names = " or ".join(kind.__name__ for kind in kinds)
     remedy = _REMEDIES.get(kinds[0].__name__, f"a value of type {names}")
     raise TypeError(f"{name} must be of type {names}, got {show(value)}. Give {remedy}.")
@@ -491,9 +491,9 @@ def checked(**checks: Check) -> Callable[[_F], _F]:
     return decorate
 
 
-def _check_keywords(function: str, known: Collection[str], given: Collection[str]) -> None:
+def _check_keywords(function: str, known: Collection[str], keywords: Collection[str]) -> None:
     """Require keyword arguments that a function has."""
-    for name in given:
+    for name in keywords:
         if name not in known:
             raise TypeError(
                 f"{name} must be an argument of {function.removesuffix('.__init__')}(), got an "

@@ -19,7 +19,7 @@ class Recipe(NamedTuple):
 
     builder: str
     arguments: dict[str, Any]
-    made: tuple[Any, ...]
+    functions: tuple[Any, ...]
     """The functions that decide the value's results, as the builder made them."""
     without: tuple[str, ...] = ()
     """Entries of parameters for which the recipe is not valid (see `jaxfl.models.extended`)."""
@@ -48,5 +48,5 @@ def valid_recipe(value: Any) -> Recipe | None:
     recipe = value.recipe
     if recipe is None:
         return None
-    pairs = zip(recipe.made, value.functions, strict=True)
-    return recipe if all(made is own for made, own in pairs) else None
+    pairs = zip(recipe.functions, value.functions, strict=True)
+    return recipe if all(recorded is own for recorded, own in pairs) else None

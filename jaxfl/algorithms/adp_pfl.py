@@ -434,10 +434,10 @@ def _masked(
             risk = risk_fn(probing, model, params, data)
             info |= {"risk": risk}
         if mask is not None:
-            kept = mask(masking, model, params, sent, data)
-            sent = sparsify(kept, sent)
-            size = sum(leaf.size for leaf in jax.tree.leaves(kept))
-            info |= {"kept": optax.tree.sum(kept) / size}
+            upload_mask = mask(masking, model, params, sent, data)
+            sent = sparsify(upload_mask, sent)
+            size = sum(leaf.size for leaf in jax.tree.leaves(upload_mask))
+            info |= {"kept": optax.tree.sum(upload_mask) / size}
         return Message(sent, risk), client, info
 
     return method._replace(client_update=client_update)

@@ -343,8 +343,8 @@ def _sparsified(
         def apply(params: Params, x: Array, *key: Array) -> Array:
             # The value is that of theta * M, but all weights have gradients: the mask of the
             # training loop keeps those of the support, which may be larger than M.
-            kept = keep(mask_of(params), params)
-            through = jax.tree.map(lambda p, k: p + lax.stop_gradient(k - p), params, kept)
+            masked_params = keep(mask_of(params), params)
+            through = jax.tree.map(lambda p, k: p + lax.stop_gradient(k - p), params, masked_params)
             return model.apply({**through, **fitted}, x, *key)
 
         def adaptive_norm(params: Params) -> Array:

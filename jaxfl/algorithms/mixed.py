@@ -140,8 +140,8 @@ def mixed(
         def leave_out(index: Int[Array, ""], carry: tuple) -> tuple:
             """Train without the fold of this index. The last index, `folds`, leaves nothing out."""
             *_, losses = carry
-            kept, left_out = _divided(data, fold == index)
-            own, shared = fit(kept)
+            training, left_out = _divided(data, fold == index)
+            own, shared = fit(training)
             return own, shared, losses + losses_of(own, shared, left_out)
 
         shapes = jax.eval_shape(fit, data)
@@ -194,8 +194,10 @@ def _divided(data: ClientData, out: Bool[Array, "N"]) -> tuple[ClientData, Clien
     real = jnp.arange(data.padded) < data.size
     order = jnp.argsort(jnp.where(real, out, 2), stable=True)
     ordered = data.in_order(order)
-    kept = data.size - jnp.sum(out)
-    return dataclasses.replace(ordered, size=kept), ordered.part(kept, data.padded)
+    training_size = data.size - jnp.sum(out)
+    return dataclasses.replace(ordered, size=training_size), ordered.part(
+        training_size, data.padded
+    )
 
 
 def _of_probabilities(weight: Float[Array, ""], own: Array, method: Array) -> Array:

@@ -272,8 +272,8 @@ def _one_shot(
         def of_batch(x: Array, labels: Array, real: Bool[Array, "B"]) -> Tree:
             features = extract(params, x).astype(jnp.float32)
             hot = jax.nn.one_hot(labels, classes)
-            kept = real[:, None]
-            return statistics(jnp.where(kept, features, 0), jnp.where(kept, hot, 0))
+            is_real = real[:, None]
+            return statistics(jnp.where(is_real, features, 0), jnp.where(is_real, hot, 0))
 
         return summed(model, data, of_batch)
 
@@ -363,8 +363,8 @@ def _is_linear(model: Model, layer: str, shapes: Params) -> bool:
     classify = model.classify
     features = jax.ShapeDtypeStruct((2, shapes["kernel"].shape[0]), jnp.float32)
     program = jax.make_jaxpr(lambda head, x: classify({layer: head}, x))(shapes, features)
-    used = collections.Counter(_primitives(program.jaxpr))
-    return used.keys() <= _LINEAR and used["dot_general"] == 1
+    primitives = collections.Counter(_primitives(program.jaxpr))
+    return primitives.keys() <= _LINEAR and primitives["dot_general"] == 1
 
 
 def _primitives(program: core.Jaxpr) -> Iterator[str]:

@@ -115,12 +115,12 @@ def scaffold(
 
         params, info = local.train(key, model, server.params, data, gradient=corrected)
         update = optax.tree.sub(params, server.params)
-        taken = info["steps"]
-        length = learning_rate * jnp.maximum(taken, 1)
+        steps = info["steps"]
+        length = learning_rate * jnp.maximum(steps, 1)
 
         # A client without examples takes no steps, and its variate stays as it is.
         def change_of(update: Array, control: Array) -> Array:
-            return jnp.where(taken > 0, -update / length - control, 0).astype(control.dtype)
+            return jnp.where(steps > 0, -update / length - control, 0).astype(control.dtype)
 
         change = jax.tree.map(change_of, update, server.control)
         return Message((update, change)), optax.tree.add(client, change), info

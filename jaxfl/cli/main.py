@@ -190,13 +190,13 @@ def _commands(words: list[str]) -> dict[str, Callable[..., None]]:
     if configs:
         file = configs[0]
 
-    def given(command: str, kind: type[T]) -> T:
+    def settings_of(command: str, kind: type[T]) -> T:
         if file and words[0] == command:
             return settings.read_settings(kind, file)
         return kind()
 
     def run(
-        setting: tyro.conf.OmitArgPrefixes[settings.Run] = given("run", settings.Run),
+        setting: tyro.conf.OmitArgPrefixes[settings.Run] = settings_of("run", settings.Run),
         *,
         option: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
         out: pathlib.Path = pathlib.Path("runs"),
@@ -225,7 +225,9 @@ def _commands(words: list[str]) -> dict[str, Callable[..., None]]:
         print(f"folder: {folder}")
 
     def compare(
-        setting: tyro.conf.OmitArgPrefixes[settings.Compare] = given("compare", settings.Compare),
+        setting: tyro.conf.OmitArgPrefixes[settings.Compare] = settings_of(
+            "compare", settings.Compare
+        ),
         *,
         out: pathlib.Path = pathlib.Path("runs/comparison"),
         config: pathlib.Path | None = None,
@@ -410,8 +412,10 @@ def throughput(seconds: float = 5.0) -> float:
     size = 50
     images = generator.integers(0, 256, (number * size, 28, 28, 1), np.uint8)
     labels = generator.integers(0, 10, number * size, np.int32)
-    made = from_arrays(images, labels, images[:number], labels[:number])
-    clients = make_clients(made, iid(labels, number, seed=0), iid(labels[:number], number, seed=0))
+    dataset = from_arrays(images, labels, images[:number], labels[:number])
+    clients = make_clients(
+        dataset, iid(labels, number, seed=0), iid(labels[:number], number, seed=0)
+    )
     local = LocalSGD(optax.sgd(0.01), batch_size=10)
     algorithm = dp_fedavg(
         lenet((28, 28, 1)), clip=1.0, noise_multiplier=1.0, sampling=privacy.Full(), local=local

@@ -67,10 +67,10 @@ def _check_number(name: str, value: Any) -> int | float:
     return value
 
 
-def parse_options(given: Collection[str]) -> dict[str, int | float]:
+def parse_options(words: Collection[str]) -> dict[str, int | float]:
     """Return the numbers in words such as alpha=0.3, which are read like values of a file."""
     found = {}
-    for word in given:
+    for word in words:
         name, equals, value = word.partition("=")
         if not (name and equals):
             raise ValueError(
@@ -180,9 +180,9 @@ class Setting:
             given: Further arguments, which replace those from the settings.
         """
         build = getattr(algorithms, name)
-        taken = set(inspect.signature(build).parameters)
+        parameters = set(inspect.signature(build).parameters)
         values = self.offered(name, learning_rate) | given
-        return build(model, **{key: value for key, value in values.items() if key in taken})
+        return build(model, **{key: value for key, value in values.items() if key in parameters})
 
     def offered(self, name: str, learning_rate: Any) -> dict[str, Any]:
         """Return the arguments that these settings have for a method, which takes some of them."""
@@ -272,21 +272,21 @@ class Run(Setting):
                     f"options must name numbers of {self.method}, got {name!r}. "
                     f"{nearest(name, known)}"
                 )
-        given: dict[str, Any] = {"learning_rate": self.local.learning_rate, "clip": self.clip}
+        options: dict[str, Any] = {"learning_rate": self.local.learning_rate, "clip": self.clip}
         if limited and noisy:
             if "noise_multiplier" in self.options:
                 raise ValueError(
                     "epsilon must be infinite with a noise_multiplier in options, got "
                     f"{self.epsilon:g}. Leave one of the two out."
                 )
-            given["noise_multiplier"] = calibrate(
+            options["noise_multiplier"] = calibrate(
                 self.epsilon,
                 clients=self.population.clients,
                 rounds=self.rounds,
                 sampling=self.sampling,
                 delta=self.options.get("delta"),
             )
-        return self.algorithm(self.method, model, **given | dict(self.options))
+        return self.algorithm(self.method, model, **options | dict(self.options))
 
 
 @checked(
@@ -415,10 +415,10 @@ def _settings_from(kind: type, values: Any, where: str) -> Any:
                 f"config must have known settings, got {show(name)} in {where}. "
                 f"{nearest(name, fields)}"
             )
-    given = {
+    fields_read = {
         name: _value(fields[name], value, f"{name} of {where}") for name, value in values.items()
     }
-    return kind(**given)
+    return kind(**fields_read)
 
 
 def _value(default: Any, value: Any, where: str) -> Any:

@@ -173,9 +173,9 @@ def hold_out(clients: Clients, share: float = 0.2, *, seed: int | None = None) -
     tested = np.minimum(wanted, np.maximum(size - 1, 0)).astype(np.int32)
     left = (size - tested).astype(np.int32)
     position = np.arange(len(rows)) - np.repeat(np.cumsum(size, dtype=np.int64) - size, size)
-    kept = position < np.repeat(left, size)
-    train = Lists.cut(rows[kept], left)
-    test = Lists.cut(rows[~kept], tested)
+    in_training = position < np.repeat(left, size)
+    train = Lists.cut(rows[in_training], left)
+    test = Lists.cut(rows[~in_training], tested)
     return clients._replace(train=train, train_size=left, test=test, test_size=tested)
 
 
@@ -214,12 +214,12 @@ def leave_out(clients: Clients, share: float = 0.1, *, seed: int) -> tuple[Clien
     return participants, left_out
 
 
-def _some(clients: Clients, kept: Int[np.ndarray, "c"]) -> Clients:
+def _some(clients: Clients, chosen_clients: Int[np.ndarray, "c"]) -> Clients:
     """Return some of the clients, with the same store of examples."""
     found: dict[str, Any] = {}
     for split in ("train", "test"):
-        size = np.asarray(getattr(clients, f"{split}_size"))[kept]
-        rows = rows_of(getattr(clients, split), size, kept)
+        size = np.asarray(getattr(clients, f"{split}_size"))[chosen_clients]
+        rows = rows_of(getattr(clients, split), size, chosen_clients)
         found[split] = Lists.cut(rows.astype(np.int32, copy=False), size)
         found[f"{split}_size"] = size
     return clients._replace(**found)
@@ -278,14 +278,14 @@ def shard(clients: Clients, shards: int, own: Sequence[int] | None = None) -> Cl
     per_block = -(-clients.num_clients // shards)
     of_block = [slice(b * per_block, (b + 1) * per_block) for b in range(shards)]
     rows = [[rows_of(lists, size[part], part) for part in of_block] for lists, size in splits]
-    kept = [np.unique(np.concatenate(both)) for both in zip(*rows, strict=True)]
-    length = max(1, *map(len, kept))
+    block_rows = [np.unique(np.concatenate(both)) for both in zip(*rows, strict=True)]
+    length = max(1, *map(len, block_rows))
     own = range(shards) if own is None else own
     input_blocks = np.zeros((len(own), length, *inputs.shape[1:]), inputs.dtype)
     label_blocks = np.zeros((len(own), length, *labels.shape[1:]), labels.dtype)
     for i, b in enumerate(own):
-        input_blocks[i, : len(kept[b])] = inputs[kept[b]]
-        label_blocks[i, : len(kept[b])] = labels[kept[b]]
+        input_blocks[i, : len(block_rows[b])] = inputs[block_rows[b]]
+        label_blocks[i, : len(block_rows[b])] = labels[block_rows[b]]
 
     def laid_out(rows: list[np.ndarray], size: np.ndarray) -> tuple[Lists, np.ndarray]:
         """Return the blocks' lists with rows that are local to each block, and their sizes."""
@@ -293,7 +293,7 @@ def shard(clients: Clients, shards: int, own: Sequence[int] | None = None) -> Cl
         for b in own:
             real = size[of_block[b]]
             sizes.append(np.pad(real, (0, per_block - len(real))))
-        local = [np.searchsorted(kept[b], rows[b]) for b in own]
+        local = [np.searchsorted(block_rows[b], rows[b]) for b in own]
         return blocks_of_lists(local, sizes, max(map(len, rows))), np.concatenate(sizes)
 
     trained, tested = (

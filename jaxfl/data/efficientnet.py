@@ -204,12 +204,12 @@ def _weights() -> Params:
     """Return the weights from the cache folder, or from the package, and then cache them."""
     name = f"encoders/efficientnet_lite0-{_WEIGHTS_VERSION}-{_WEIGHTS_HASH[:16]}.npz"
     pictures = jax.ShapeDtypeStruct((1, 32, 32, 3), np.float32)
-    made: Any = jax.eval_shape(_EfficientNet().init, jax.random.key(0), pictures)
-    leaves: Any = flatten_dict(made["params"], sep="/")
+    variables: Any = jax.eval_shape(_EfficientNet().init, jax.random.key(0), pictures)
+    leaves: Any = flatten_dict(variables["params"], sep="/")
     shapes = {path: leaf.shape for path, leaf in leaves.items()}
-    kept = recall_arrays(name, shapes)
-    if kept is not None:
-        return unflatten_dict(kept, sep="/")
+    cached_arrays = recall_arrays(name, shapes)
+    if cached_arrays is not None:
+        return unflatten_dict(cached_arrays, sep="/")
     params = _folded(read_tensors(_published()))
     arrays: Any = flatten_dict(params, sep="/")
     keep_arrays(name, arrays)

@@ -123,12 +123,12 @@ def _check_limits(name: str, value: Any) -> dict[str, tuple[float, float]]:
 def _check_categories(name: str, value: Any) -> dict[str, list]:
     """Require different categories for each named column."""
     found = {}
-    for column, given in _check_mapping(name, value).items():
-        listed = given is not None and not isinstance(given, str) and hasattr(given, "__len__")
-        categories = list(given) if listed else []
+    for column, values in _check_mapping(name, value).items():
+        listed = values is not None and not isinstance(values, str) and hasattr(values, "__len__")
+        categories = list(values) if listed else []
         if not categories or len(set(map(str, categories))) < len(categories):
             raise ValueError(
-                f"{name}[{column!r}] must be different values of the column, got {show(given)}. "
+                f"{name}[{column!r}] must be different values of the column, got {show(values)}. "
                 "Give for instance ['f', 'm']."
             )
         found[column] = categories

@@ -112,11 +112,11 @@ def from_lists(
         >>> data.train_labels.tolist()
         [[2, 3, 1, 2], [3, -1, -1, -1], [1, -1, -1, -1]]
     """
-    for argument, given in (("tokens", tokens), ("labels", labels)):
-        if given is not None and len(given) != len(users):
+    for argument, entries in (("tokens", tokens), ("labels", labels)):
+        if entries is not None and len(entries) != len(users):
             raise ValueError(
                 f"{argument} must have one entry for each of the {len(users)} users, got "
-                f"{len(given)} in {show(given)}. Give a user for each list."
+                f"{len(entries)} in {show(entries)}. Give a user for each list."
             )
     known: Any = vocabulary
     numbers = [_numbers_of(f"tokens[{i}]", text, known) for i, text in enumerate(tokens)]
@@ -133,9 +133,9 @@ def from_lists(
             "tokens must have a list of two tokens or more, got shorter ones. "
             "Join the texts of a user."
         )
-    kept = _first_of_each(owner, len(inputs) if most is None else most)
-    inputs = inputs[kept]
-    return from_arrays(inputs, targets[kept], inputs[:0], targets[:0], name=name, owner=owner[kept])
+    rows = _first_of_each(owner, len(inputs) if most is None else most)
+    inputs = inputs[rows]
+    return from_arrays(inputs, targets[rows], inputs[:0], targets[:0], name=name, owner=owner[rows])
 
 
 def _numbers_of(

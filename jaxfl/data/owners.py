@@ -53,8 +53,8 @@ def by_owner(
             "Give names in both, or numbers in both."
         )
     names, sizes = np.unique(train, return_counts=True)
-    kept = names[sizes >= least]
-    if not len(kept):
+    large_enough = names[sizes >= least]
+    if not len(large_enough):
         raise ValueError(
             f"least must be at most {sizes.max(initial=0)}, the number of examples of the largest "
             f"of {len(names)} owners, got {least}. Give a smaller number."
@@ -62,9 +62,9 @@ def by_owner(
 
     def rows_of(owner: np.ndarray) -> Partition:
         """Return the rows of each client. Examples of other owners are left out."""
-        client = np.searchsorted(kept, owner)
-        known = kept[np.minimum(client, len(kept) - 1)] == owner
-        return lists_of(np.where(known, client, -1), len(kept))
+        client = np.searchsorted(large_enough, owner)
+        known = large_enough[np.minimum(client, len(large_enough) - 1)] == owner
+        return lists_of(np.where(known, client, -1), len(large_enough))
 
     return rows_of(train), rows_of(test)
 

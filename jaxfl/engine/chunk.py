@@ -49,12 +49,12 @@ def compile_chunk(build: Build, chunk: int, arguments: tuple) -> Program:
     """Compile the program of a chunk for the arguments of a call."""
     step = build(chunk)
     program: Any = step.func
-    given = (step.args, arguments, step.keywords)
+    inputs = (step.args, arguments, step.keywords)
 
     def compile_() -> Any:
         return program.lower(*step.args, *arguments, **step.keywords).compile()
 
-    compiled = remembered(("compiled", Same(program), key_of_arrays(given)), compile_)
+    compiled = remembered(("compiled", Same(program), key_of_arrays(inputs)), compile_)
     temporary = compiled.memory_analysis().temp_size_in_bytes
     bound = functools.partial(compiled, *step.args, **step.keywords)
     return Program(bound, chunk, temporary / chunk)

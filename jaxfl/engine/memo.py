@@ -193,7 +193,7 @@ def _key_of_part(value: Any, seen: dict[int, int]) -> Hashable:
         if id(value) in seen:
             return "again", seen[id(value)]
         seen[id(value)] = len(seen)
-        return kind, value.__code__, Same(value.__globals__), inside(_held(value))
+        return kind, value.__code__, Same(value.__globals__), inside(_contents(value))
     if kind is types.MethodType:
         return kind, inside((value.__func__, value.__self__))
     if isinstance(value, functools.partial):
@@ -214,22 +214,22 @@ def _key_of_part(value: Any, seen: dict[int, int]) -> Hashable:
     raise _MayChangeError
 
 
-def _held(function: types.FunctionType) -> tuple:
+def _contents(function: types.FunctionType) -> tuple:
     """Return what decides a function's results, besides its code.
 
     One code object makes all functions of one `def`. They differ in their defaults and closures.
     Globals of the user's own modules may be set anew between two runs.
     """
     cells = tuple(map(_content, function.__closure__ or ()))
-    held = (function.__defaults__, function.__kwdefaults__, function.__dict__, cells)
+    contents = (function.__defaults__, function.__kwdefaults__, function.__dict__, cells)
     known = function.__globals__
     # A function says of itself which module it is from, which `functools.wraps` copies.
     if str(known.get("__name__")).partition(".")[0] in _FIXED_PACKAGES:
-        return held
+        return contents
     read = _names_read(function.__code__)
     if read & _OTHER_WAYS:
         raise _MayChangeError
-    return (*held, {name: known[name] for name in sorted(read) if name in known})
+    return (*contents, {name: known[name] for name in sorted(read) if name in known})
 
 
 def _names_read(code: types.CodeType) -> set[str]:

@@ -182,8 +182,10 @@ def cached_program(
     # Each evaluation of a run asks for the program.
     @functools.cache
     def build(chunk: int) -> functools.partial:
-        made = remembered((*key, chunk), functools.partial(make, chunk))
-        _, *others = made.args
-        return functools.partial(made.func, population.clients, *others, frozen=population.frozen)
+        program = remembered((*key, chunk), functools.partial(make, chunk))
+        _, *others = program.args
+        return functools.partial(
+            program.func, population.clients, *others, frozen=population.frozen
+        )
 
     return build

@@ -96,7 +96,7 @@ class Sums(NamedTuple):
     Outside of `shard_map`, each leaf has a leading axis of devices.
     """
 
-    given: Total
+    contributions: Total
     """Sums for the mechanism."""
     info: dict[str, Float[Array, ""]]
     participants: Float[Array, ""]
@@ -204,11 +204,11 @@ def finish_round(
     scores = center.scores
     if algorithm.audit is None:
         aggregate, std, memory = mechanism.aggregate(
-            keys.noise, center.memory, cohort, total.given, mesh
+            keys.noise, center.memory, cohort, total.contributions, mesh
         )
     else:
         aggregate, std, memory, scores = audited_aggregate(
-            mechanism, keys.noise, center.memory, scores, cohort, total.given, mesh
+            mechanism, keys.noise, center.memory, scores, cohort, total.contributions, mesh
         )
     stepped = algorithm.server_update(center.server, aggregate)
     # An update in single precision would widen parameters in half precision.
@@ -218,7 +218,7 @@ def finish_round(
     # The server stays as it is after an empty cohort, which this denominator reveals anyway.
     if mechanism.denominator == "participants":
         server = jax.tree.map(
-            lambda a, b: jnp.where(total.given.weight > 0, a, b), server, center.server
+            lambda a, b: jnp.where(total.contributions.weight > 0, a, b), server, center.server
         )
     counted = jnp.maximum(total.participants - total.nonfinite, 1)
     info = {name: value / counted for name, value in total.info.items()}
@@ -297,7 +297,11 @@ def _cohort(
     @functools.partial(jax.jit, inline=True)
     def client(slot: Int[Array, ""], states: States) -> tuple[Sums, Tree, Tree]:
         share, state = _participant(algorithm, keys, index, slots, slot, center, states, population)
-        return share._replace(given=share.given._replace(rows=())), share.given.rows, state
+        return (
+            share._replace(contributions=share.contributions._replace(rows=())),
+            share.contributions.rows,
+            state,
+        )
 
     # A single client has no batch axis, because an axis of length 1 makes matrix products slow.
     of_chunk = client if chunk == 1 else jax.vmap(client, (0, None))
@@ -313,8 +317,8 @@ def _cohort(
     def settle(part: Sums) -> Sums:
         if chunk == 1:
             part = jax.tree.map(lambda leaf: leaf[None], part)
-        settled = representation.settle(part.given.update)
-        return add_up(part._replace(given=part.given._replace(update=settled)))
+        settled = representation.settle(part.contributions.update)
+        return add_up(part._replace(contributions=part.contributions._replace(update=settled)))
 
     lanes = () if chunk == 1 else (chunk,)
     program, (shapes, row, _) = jax.make_jaxpr(client, return_shape=True)(
@@ -328,8 +332,8 @@ def _cohort(
         settled = jax.eval_shape(settle, zero)
         sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), settled)
     else:
-        rows = total.given.rows
-        sums = total._replace(given=total.given._replace(rows=()))
+        rows = total.contributions.rows
+        sums = total._replace(contributions=total.contributions._replace(rows=()))
 
     length = representation.chunks_per_sum or max(len(order), 1)
 
@@ -340,7 +344,7 @@ def _cohort(
         return add(sums, settle(part)), rows, states
 
     sums, rows, states = lax.fori_loop(0, -(-chunks // length), block, (sums, rows, states))
-    return sums._replace(given=sums.given._replace(rows=rows)), states
+    return sums._replace(contributions=sums.contributions._replace(rows=rows)), states
 
 
 def useful_lanes(sampling: Sampling, population: Population) -> int:
@@ -401,21 +405,21 @@ def _participant(
         lambda leaf: jnp.where(finite, leaf, 0) if _is_float(leaf) else leaf, bounded
     )
     new = jax.tree.map(lambda a, b: jnp.where(finite & finite_state, a, b), new, old)
-    made = mechanism.contribute(
+    contribution = mechanism.contribute(
         keys.noise, memory, Participant(client_id, slots.noise[slot]), sent, norm
     )
     update = mechanism.representation.in_units(
-        made.update, made.norm, mechanism.contribution_bound(memory), scale
+        contribution.update, contribution.norm, mechanism.contribution_bound(memory), scale
     )
     variance = (weight * slots.noise[slot]) ** 2
-    given = Total(update, variance=variance, weight=weight, rows=made.row)
+    client_total = Total(update, variance=variance, weight=weight, rows=contribution.row)
     info = info | {"update_norm": norm, "clipped": (norm > bound).astype(jnp.float32)}
     info = {
         name: jnp.where(finite & finite_state & real, value, 0.0) for name, value in info.items()
     }
     participants = real.astype(jnp.float32)
     nonfinite = (real & ~finite).astype(jnp.int32)
-    return Sums(given, info, participants, nonfinite), new
+    return Sums(client_total, info, participants, nonfinite), new
 
 
 def _check_private_steps(algorithm: Algorithm, client: core.Jaxpr) -> None:
@@ -453,11 +457,11 @@ def _check_private_steps(algorithm: Algorithm, client: core.Jaxpr) -> None:
 
 def _check_names(algorithm: Algorithm, info: dict[str, Array]) -> None:
     """Require that the names of a client's info are not names of the engine."""
-    taken = [name for name in info if is_taken(algorithm.model.task, name)]
-    if taken:
+    reserved = [name for name in info if is_taken(algorithm.model.task, name)]
+    if reserved:
         raise ValueError(
             "info must have other names than the engine's metrics, got "
-            f"{sorted(taken)} from client_update of {algorithm.name!r}. Choose other names."
+            f"{sorted(reserved)} from client_update of {algorithm.name!r}. Choose other names."
         )
 
 

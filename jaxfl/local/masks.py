@@ -144,9 +144,9 @@ def random_masks(
         density: Share S of a kernel's n weights that is kept: max(1, ceil(S n)) of them.
     """
 
-    def select(kernel: Array, kept: int | Array, leaf_index: int) -> Array:
+    def select(kernel: Array, count: int | Array, leaf_index: int) -> Array:
         drawn = jax.random.uniform(jax.random.fold_in(key, leaf_index), kernel.shape)
-        return top_k_mask(drawn, kept)
+        return top_k_mask(drawn, count)
 
     return _by_kernel(select, params, layers, density)
 
@@ -159,11 +159,11 @@ def number_sent(params: Params, layers: Iterable[str], density: Number) -> Numbe
     """
     sparse = frozenset(layers)
     leaves = jax.tree.leaves_with_path(params)
-    kept = [
-        _kept(density, leaf.size) if _is_kernel(path, leaf, sparse) else leaf.size
+    counts = [
+        _count_of(density, leaf.size) if _is_kernel(path, leaf, sparse) else leaf.size
         for path, leaf in leaves
     ]
-    return sum(kept)
+    return sum(counts)
 
 
 def top_percentile_mask(values: Tree, percentile: Number) -> Tree:
@@ -199,7 +199,7 @@ def _by_kernel(
     masks = []
     for leaf_index, (path, leaf) in enumerate(jax.tree.leaves_with_path(params)):
         if _is_kernel(path, leaf, sparse):
-            masks.append(select(leaf, _kept(density, leaf.size), leaf_index))
+            masks.append(select(leaf, _count_of(density, leaf.size), leaf_index))
         else:
             masks.append(jnp.ones(leaf.shape, bool))
     return jax.tree.unflatten(jax.tree.structure(params), masks)
@@ -210,7 +210,7 @@ def _is_kernel(path: tuple[Any, ...], leaf: Any, layers: frozenset[str]) -> bool
     return path[0].key in layers and leaf.ndim >= 2
 
 
-def _kept(density: Number, size: int) -> int | Array:
+def _count_of(density: Number, size: int) -> int | Array:
     """Return max(1, ceil(S n)), without a further weight for a rounding error of S n."""
     # For instance, 0.7 * 10 is 7.000000000000001.
     if traced(density):

@@ -70,7 +70,7 @@ def extended(
     )
     recipe = valid_recipe(model)
     if recipe is not None:
-        recipe = recipe._replace(made=longer.functions, without=(*recipe.without, entry))
+        recipe = recipe._replace(functions=longer.functions, without=(*recipe.without, entry))
     return longer._replace(recipe=recipe)
 
 

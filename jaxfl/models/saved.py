@@ -155,15 +155,15 @@ def load_model(
 
 def _client_in(path: pathlib.Path, about: dict[str, Any], client: int | None) -> int | None:
     """Return the index of the client whose model is wanted, or None for the global model."""
-    held = about["client"]
-    if held == "all":
+    expected = about["client"]
+    if expected == "all":
         if client is not None:
             return check_count("client", client, least=0, most=about["clients"] - 1)
-        held = f"an index of a client from 0 to {about['clients'] - 1}"
-    elif client in (None, held):
-        return held
+        expected = f"an index of a client from 0 to {about['clients'] - 1}"
+    elif client in (None, expected):
+        return expected
     raise ValueError(
-        f"client must be {held} for {str(path)!r}, got {client!r}. Give what the file holds."
+        f"client must be {expected} for {str(path)!r}, got {client!r}. Give what the file holds."
     )
 
 
@@ -284,8 +284,8 @@ def _network_recipe(network: Model, params: Params, arrays: Arrays) -> dict[str,
         return None
     # A network among the arguments may have had other fields, such as another head.
     again = _shapes(_built(recipe, arrays), arrays)
-    built = {name: leaf.shape for name, leaf in _named_leaves("params", again).items()}
-    return recipe if built == {name: array.shape for name, array in trained.items()} else None
+    shapes = {name: leaf.shape for name, leaf in _named_leaves("params", again).items()}
+    return recipe if shapes == {name: array.shape for name, array in trained.items()} else None
 
 
 def _recipe(value: Any) -> dict[str, Any] | None:

@@ -50,7 +50,7 @@ def with_weights(model: Model, params: Params) -> Model:
     if (recipe := valid_recipe(model)) is None:
         return started
     # The network is that of the recipe. A file has weights of its own in place of the first ones.
-    return started._replace(recipe=recipe._replace(made=started.functions))
+    return started._replace(recipe=recipe._replace(functions=started.functions))
 
 
 def _as_float(leaf: jax.Array) -> jax.Array:

@@ -167,13 +167,13 @@ def from_nnx(
     """
 
     def make(rngs: nnx.Rngs) -> Any:
-        made = module if isinstance(module, nnx.Module) else module(rngs)
-        if not isinstance(made, nnx.Module):
+        instance = module if isinstance(module, nnx.Module) else module(rngs)
+        if not isinstance(instance, nnx.Module):
             raise TypeError(
                 f"module must be a function of nnx.Rngs that returns a module, got {show(module)}, "
-                f"which makes {show(made)}. Return an nnx.Module."
+                f"which makes {show(instance)}. Return an nnx.Module."
             )
-        return made
+        return instance
 
     instance: Any = module
     if not isinstance(module, nnx.Module):
@@ -191,9 +191,9 @@ def from_nnx(
     }
 
     def variables(key: Array, _batch: Array) -> Any:
-        made = make(nnx.Rngs(key))
-        attributes = list(vars(made))
-        leaves = nnx.to_flat_state(nnx.state(made, nnx.Param))
+        instance = make(nnx.Rngs(key))
+        attributes = list(vars(instance))
+        leaves = nnx.to_flat_state(nnx.state(instance, nnx.Param))
         leaves = sorted(leaves, key=lambda leaf: attributes.index(leaf[0][0]))
         params = {_names_of_path(path): variable[...] for path, variable in leaves}
         collections = {"params": unflatten_dict(params)} if params else {}
@@ -274,7 +274,7 @@ def _checked_model(
         function = in_form(functools.partial(network.call, method), form)
         return lambda params, x, key=None: function(params, x, key)
 
-    def made(key: Array, inputs: Array) -> tuple[Any, Any]:
+    def variables_and_outputs(key: Array, inputs: Array) -> tuple[Any, Any]:
         """Return variables, and outputs if the variables are parameters only."""
         batch = prepare(inputs)
         variables = network.variables(key, batch)
@@ -283,7 +283,7 @@ def _checked_model(
             outputs = network.call("__call__", variables["params"], batch, None)
         return variables, outputs
 
-    dtype, program, variables, outputs = _first_taken(made, kind, input_shape)
+    dtype, program, variables, outputs = _first_taken(variables_and_outputs, kind, input_shape)
     if "params" not in variables:
         raise ValueError(
             f"module must have parameters, got {kind} without any. Give one that can be trained."

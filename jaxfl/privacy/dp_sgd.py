@@ -267,8 +267,8 @@ def trainings(program: core.Jaxpr) -> dict[str, float]:
         name = operation.primitive.name
         inner = [trainings(part) for part in _nested_programs(operation.params)]
         if name == "name" and operation.params["name"].startswith(_MARK):
-            marked: Any = operation.invars[0]
-            add(1.0, {operation.params["name"]: float(math.prod(marked.aval.shape))})
+            marker: Any = operation.invars[0]
+            add(1.0, {operation.params["name"]: float(math.prod(marker.aval.shape))})
         elif name == "cond":
             # Only one of the branches runs.
             marks = {mark for branch in inner for mark in branch}

@@ -52,11 +52,11 @@ class Dropouts(Sampling):
 
     def expected(self, clients: int) -> float:
         """Return the mean number of clients whose updates arrive."""
-        given = np.size(self.availability)
-        if given not in (1, clients):
+        count = np.size(self.availability)
+        if count not in (1, clients):
             raise ValueError(
                 f"availability must have one probability, or one for each of {clients} clients, "
-                f"got {given}. Give one for each client."
+                f"got {count}. Give one for each client."
             )
         return self.sampling.expected(clients) * self.mean
 

@@ -249,16 +249,16 @@ def split_clients(
     arrays: dict[str, Float[np.ndarray, "C"]] = {}
 
     def without_values(part: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-        kept = {}
+        entries = {}
         for name, value in part.items():
             if name == "values":
                 arrays["_".join(("epsilon", *path))] = np.array([float(own) for own in value])
             elif isinstance(value, dict):
                 step = () if name in ("honest", "per_client") else (name,)
-                kept[name] = without_values(value, (*path, *step))
+                entries[name] = without_values(value, (*path, *step))
             else:
-                kept[name] = value
-        return kept
+                entries[name] = value
+        return entries
 
     return without_values(statement, ()), arrays
 

@@ -117,8 +117,8 @@ def _without_variant(name: str) -> str:
     return name.partition(",")[0].removeprefix("linear ")
 
 
-def _left(taken: list[Look]) -> Look:
+def _left(looks_in_use: list[Look]) -> Look:
     """Return a look that is not taken, in the first of the colours that are taken least often."""
-    often = collections.Counter(look["color"] for look in taken)
-    free = [look for look in map(series, range(_LOOKS)) if look not in taken]
-    return min(free, key=lambda look: often[look["color"]], default=series(len(taken)))
+    often = collections.Counter(look["color"] for look in looks_in_use)
+    free = [look for look in map(series, range(_LOOKS)) if look not in looks_in_use]
+    return min(free, key=lambda look: often[look["color"]], default=series(len(looks_in_use)))

@@ -9,7 +9,7 @@ import os
 import pathlib
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import scipy
@@ -85,7 +85,9 @@ def style() -> Iterator[None]:
         yield
 
 
-def new_figure(width: float, height: float, layout: str | None = "constrained") -> Figure:
+def new_figure(
+    width: float, height: float, layout: Literal["constrained"] | None = "constrained"
+) -> Figure:
     """Return a figure that pyplot does not manage.
 
     Args:
@@ -178,14 +180,16 @@ def panels(rows: Sequence[MetricsRow], headline: str) -> dict[str, Callable[[Axe
 def curves(title: str, rows: Sequence[MetricsRow], headline: str = "accuracy") -> Figure:
     """Return a figure with all panels of a run, which is two columns of a page wide."""
     drawn = panels(rows, headline).values()
-    height, left, right, bottom, top, gap = 2.6, 0.5, 0.1, 0.42, 0.75, 0.65
-    panel = (DOUBLE - left - right - gap * (len(drawn) - 1)) / len(drawn)
-    # Every run draws these panels, and a layout engine would take half of the time.
+    # Every run draws these panels, and a layout engine would take half of the time. Margins are in
+    # inches, with room for three lines of a legend and the title.
+    height = 2.6
+    gap = 0.65
+    panel = (DOUBLE - 0.6 - gap * (len(drawn) - 1)) / len(drawn)
     margins = {
-        "left": left / DOUBLE,
-        "right": 1 - right / DOUBLE,
-        "bottom": bottom / height,
-        "top": 1 - top / height,
+        "left": 0.5 / DOUBLE,
+        "right": 1 - 0.1 / DOUBLE,
+        "bottom": 0.42 / height,
+        "top": 1 - 0.75 / height,
         "wspace": gap / panel,
     }
     with style():

@@ -157,15 +157,17 @@ def check_methods(name: str, value: Any) -> dict[str, Candidate]:
             f"{name} must be candidates by name, got {show(value)}. "
             "Give for instance {'DP-FedAvg': Candidate(build)}."
         )
-    taken = {_name_in_folder(file): f"{file!r}, a file of a comparison or a run" for file in FILES}
+    reserved = {
+        _name_in_folder(file): f"{file!r}, a file of a comparison or a run" for file in FILES
+    }
     for method in value:
         _check_name(name, method, value)
-        if (other := taken.get(_name_in_folder(method))) is not None:
+        if (other := reserved.get(_name_in_folder(method))) is not None:
             raise ValueError(
                 f"{name} must have different names, got {method!r} and {other}, which may be the "
                 "same in a folder. Choose another name."
             )
-        taken[_name_in_folder(method)] = repr(method)
+        reserved[_name_in_folder(method)] = repr(method)
     return {
         method: _check_candidate(f"{name}[{method!r}]", candidate)
         for method, candidate in value.items()
@@ -220,10 +222,10 @@ def texts_of(column: Sequence[Any]) -> list[str]:
     for value in column:
         if _identity(value) in texts:
             continue
-        given = value
+        label = value
         if not is_json_value(value):
-            given = getattr(value, "name", getattr(value, "__name__", type(value).__name__))
-        first = text = re.sub(r"[^\w.+-]+", "-", str(given))[:60]
+            label = getattr(value, "name", getattr(value, "__name__", type(value).__name__))
+        first = text = re.sub(r"[^\w.+-]+", "-", str(label))[:60]
         again = 2
         while text in texts.values():
             text = f"{first} {again}"

@@ -256,25 +256,25 @@ def check_evaluation(algorithm: Algorithm, clients: Clients) -> tuple[Tree, Tree
     return server, states
 
 
-def check_state(name: str, value: Any, made: Tree) -> Tree:
+def check_state(name: str, value: Any, expected: Tree) -> Tree:
     """Require arrays with the structure, shapes and dtypes that `init` makes.
 
     Args:
         name: Name of the argument.
         value: The arrays that the caller gave.
-        made: The shapes that `init` makes.
+        expected: The shapes that `init` makes.
     """
     remedy = "Give the state that a run of this method left, for these clients."
     try:
         shapes = jax.eval_shape(lambda state: state, value)
     except (TypeError, OverflowError):
         raise TypeError(f"{name} must be arrays, got {show(value)}. {remedy}") from None
-    if jax.tree.structure(shapes) != jax.tree.structure(made):
+    if jax.tree.structure(shapes) != jax.tree.structure(expected):
         raise ValueError(
-            f"{name} must be like {_tree_text(made)}, which init makes, got {_tree_text(shapes)}. "
-            f"{remedy}"
+            f"{name} must be like {_tree_text(expected)}, which init makes, got "
+            f"{_tree_text(shapes)}. {remedy}"
         )
-    wanted = jax.tree.leaves(made)
+    wanted = jax.tree.leaves(expected)
     for (path, own), like in zip(jax.tree.leaves_with_path(shapes), wanted, strict=True):
         if (own.shape, own.dtype) != (like.shape, like.dtype):
             where = f"{name}{jax.tree_util.keystr(path)}"
@@ -294,8 +294,8 @@ def _check_fields(algorithm: Algorithm) -> None:
 
 def _started(algorithm: Algorithm, clients: Clients, key: Any) -> tuple[Tree, Tree]:
     """Return the shapes of the first states of the server and the clients."""
-    made = _trace("init", lambda key: algorithm.init(key, clients.num_clients), key)
-    server, states = _check_returned("init", made, ("the server's state", "client states"))
+    returned = _trace("init", lambda key: algorithm.init(key, clients.num_clients), key)
+    server, states = _check_returned("init", returned, ("the server's state", "client states"))
     for path, leaf in jax.tree.leaves_with_path(states):
         if leaf.shape[:1] != (clients.num_clients,):
             raise ValueError(
@@ -453,8 +453,10 @@ def _trace(name: str, function: Callable, *arguments: Any) -> Any:
     try:
         return jax.eval_shape(function, *arguments)
     except Exception as error:
-        given = ", ".join(_tree_text(argument) for argument in arguments)
-        raise ValueError(f"{name} must run, got {_cause(error)} It ran with {given}.") from error
+        argument_texts = ", ".join(_tree_text(argument) for argument in arguments)
+        raise ValueError(
+            f"{name} must run, got {_cause(error)} It ran with {argument_texts}."
+        ) from error
 
 
 def _cause(error: Exception) -> str:
@@ -474,21 +476,21 @@ def _check_returned(name: str, value: Any, parts: tuple[str, ...]) -> tuple:
     )
 
 
-def _check_same(subject: str, given: Tree, wanted: Tree, origin: str) -> None:
+def _check_same(subject: str, value: Tree, wanted: Tree, origin: str) -> None:
     """Require the same structure, and leaves of the same shapes and dtypes.
 
     Args:
         subject: Beginning of the error message, up to what must be returned.
-        given: The shapes that were returned.
+        value: The shapes that were returned.
         wanted: The shapes that are required.
         origin: Source of the required shapes, as in "which init makes".
     """
-    if jax.tree.structure(given) != jax.tree.structure(wanted):
+    if jax.tree.structure(value) != jax.tree.structure(wanted):
         raise ValueError(
-            f"{subject} like {_tree_text(wanted)}, which {origin}, got {_tree_text(given)}. "
+            f"{subject} like {_tree_text(wanted)}, which {origin}, got {_tree_text(value)}. "
             "Keep the structure."
         )
-    leaves = jax.tree.leaves_with_path(given)
+    leaves = jax.tree.leaves_with_path(value)
     for (path, new), old in zip(leaves, jax.tree.leaves(wanted), strict=True):
         if (new.shape, new.dtype) != (old.shape, old.dtype):
             raise ValueError(

@@ -63,15 +63,15 @@ class Checkpoints:
         self._intact: int | None = None
         """Rounds of the newest state that is known to be intact."""
 
-    def save(self, rounds: int, state: Tree, made: EvaluationSchedule) -> None:
+    def save(self, rounds: int, state: Tree, schedule: EvaluationSchedule) -> None:
         """Write a state, so that a kill at any moment leaves the previous one intact.
 
         Args:
             rounds: Number of rounds after which the run has this state.
             state: The state. Arrays may lie on several devices.
-            made: Plan by which the run made this state. A run that was extended may have another
-                plan now. If the plan keeps no client states, this state is the last one, and all
-                others are removed.
+            schedule: Plan by which the run made this state. A run that was extended may have
+                another plan now. If the plan keeps no client states, this state is the last one,
+                and all others are removed.
         """
         if rounds == self._intact:
             return
@@ -86,7 +86,7 @@ class Checkpoints:
             content = {
                 "fingerprint": self._fingerprint,
                 "plan": self._plan._asdict(),
-                "made": made._asdict(),
+                "made": schedule._asdict(),
                 "round": rounds,
                 "files": _file_hashes(unfinished),
             }
@@ -96,7 +96,7 @@ class Checkpoints:
             _remove(own)
             _check_own(own)
             unfinished.rename(own)
-            previous = self._intact if made.states else rounds
+            previous = self._intact if schedule.states else rounds
             for other in {*self._steps()} - {rounds, previous}:
                 _remove(self._folder / str(other))
         self._intact = rounds
@@ -199,14 +199,14 @@ class Checkpoints:
     ) -> tuple[Tree, EvaluationSchedule]:
         """Return an intact state of this run, and the plan by which the run made it."""
         folder = self._folder / str(rounds)
-        made = self._plan
+        schedule = self._plan
         problem = None
         try:
             content = _manifest(folder, self._fingerprint.get("format"))
             if content["round"] != rounds:
                 raise DamagedError(f"it was made after round {content['round']}")
             planned = EvaluationSchedule(**content["plan"])
-            made = EvaluationSchedule(**content["made"])
+            schedule = EvaluationSchedule(**content["made"])
             extends = planned.rounds < self._plan.rounds
             stored = content["fingerprint"]
             current = self._fingerprint
@@ -219,7 +219,7 @@ class Checkpoints:
                     f"run. What differs: {differing}. "
                     f"{_resumable(stored, current) or _FOLDER_REMEDY}."
                 )
-            if not made.states and (extends or self._plan.states):
+            if not schedule.states and (extends or self._plan.states):
                 raise ValueError(
                     f"folder must hold client states, got {self._run!r}, whose run of {rounds} "
                     "rounds did not keep them. Set keep_states=False and the same rounds to read "
@@ -231,7 +231,7 @@ class Checkpoints:
             problem = error
         if processes.maximum(problem is not None)[0]:
             raise problem or DamagedError("see the error on process 0")
-        like = shapes(made)
+        like = shapes(schedule)
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, _by_name(like))
         try:
             with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
@@ -241,7 +241,7 @@ class Checkpoints:
             cause = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
             raise DamagedError(f"it cannot be read ({cause})") from error
         leaves = [state[name] for name in _by_name(like)]
-        return jax.tree.unflatten(jax.tree.structure(like), leaves), made
+        return jax.tree.unflatten(jax.tree.structure(like), leaves), schedule
 
 
 def _lengths(plan: EvaluationSchedule) -> Facts:

@@ -110,9 +110,11 @@ def _bits_sent(algorithm: Algorithm, message: Message, clients: int) -> float | 
         memory = mechanism.init(key, lambda: message.update, clients)
         one = jnp.ones(())
         sender = Participant(jnp.int32(0), one)
-        made = mechanism.contribute(key, memory, sender, message, one)
+        own_contribution = mechanism.contribute(key, memory, sender, message, one)
         bound = mechanism.contribution_bound(memory)
-        return mechanism.representation.in_units(made.update, made.norm, bound, one), made.row
+        return mechanism.representation.in_units(
+            own_contribution.update, own_contribution.norm, bound, one
+        ), own_contribution.row
 
     dense = _size(jax.eval_shape(contribution, message))
     bits = mechanism.coordinate_bits
@@ -136,9 +138,9 @@ def _bits_read(program: core.Jaxpr, count: int) -> int:
         program: Program of a function of a key, the server's state, and more.
         count: Number of arrays of the server's state.
     """
-    needed, used = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))
+    needed, is_read = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))
     arrays = iter(needed.invars)
-    read = [next(arrays) if needs else None for needs in used]
+    read = [next(arrays) if needs else None for needs in is_read]
     # The first argument is the key.
     server = read[1 : 1 + count]
     return sum(_bits_of(needed, array) for array in server if array is not None)
@@ -210,11 +212,11 @@ class Clock:
             ValueError: A speed has neither one number nor one for each client.
         """
         for name in ("speed", "upload", "download"):
-            given = np.size(getattr(self, name))
-            if given not in (1, clients.num_clients):
+            count = np.size(getattr(self, name))
+            if count not in (1, clients.num_clients):
                 raise ValueError(
                     f"{name} must have one number, or one for each of {clients.num_clients} "
-                    f"clients, got {given}. Give one for each client."
+                    f"clients, got {count}. Give one for each client."
                 )
         sent = traffic(algorithm, clients)
         examples = np.asarray(clients.train_size, np.float64)

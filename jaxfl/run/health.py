@@ -67,8 +67,8 @@ class Watch:
     def dropped(self, records: Sequence[Records], start: int, done: int) -> None:
         """Warn if more than a tenth of the updates after round `start` were dropped."""
         since = [jax.tree.map(lambda leaf: leaf[start:done], record) for record in records]
-        dropped, made = _count(since)
-        if dropped > _SHARE * made:
+        dropped, participations = _count(since)
+        if dropped > _SHARE * participations:
             self._warn("updates", self._dropped(since, start))
 
     def updates(self, records: Records, start: int, done: int) -> None:
@@ -193,8 +193,8 @@ class Watch:
             recent: Records of the rounds since the previous evaluation.
             done: Number of rounds so far.
         """
-        dropped, made = _count([recent])
-        if not made or dropped < made:
+        dropped, participations = _count([recent])
+        if not participations or dropped < participations:
             return False
         ever_dropped, ever = _count([jax.tree.map(lambda leaf: leaf[:done], records)])
         noise = recent.ledger.server_noise.any() or recent.ledger.client_noise.any()
@@ -209,7 +209,7 @@ class Watch:
 
     def _dropped(self, records: Sequence[Records], start: int) -> str:
         """Return the number of dropped updates, the causes and the remedies as text."""
-        dropped, made = _count(records)
+        dropped, participations = _count(records)
         broken, _ = self.broken_data
         theirs = sum(int(record.ledger.participants[:, broken].sum()) for record in records)
         causes = []
@@ -219,7 +219,7 @@ class Watch:
             advice = remedy(self.algorithms, self.clients)
             causes.append(f"others diverged: {advice}" if causes else advice)
         since = f" since round {start}" if start else ""
-        count = "some updates" if self.public else f"{dropped} of {made} updates"
+        count = "some updates" if self.public else f"{dropped} of {participations} updates"
         return f"{count}{since} were not finite and were dropped: {'; '.join(causes)}"
 
     def _names(self, mask: Bool[np.ndarray, "C"]) -> str:
@@ -289,5 +289,7 @@ def remedy(algorithms: Sequence[Algorithm], clients: Clients) -> str:
 def _count(records: Sequence[Records]) -> tuple[int, int]:
     """Return the number of dropped updates, and the number of all updates."""
     dropped = sum(int(record.nonfinite.sum()) for record in records)
-    made = sum(int(record.info["participants"].sum(dtype=np.float64)) for record in records)
-    return dropped, made
+    participations = sum(
+        int(record.info["participants"].sum(dtype=np.float64)) for record in records
+    )
+    return dropped, participations

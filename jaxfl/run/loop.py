@@ -233,9 +233,9 @@ class Loop:
             return
         # States that are dropped at the end are needed to resume until then.
         keeps = self.keeps_states or not self.finished
-        made = EvaluationSchedule(self.plan.settings.rounds, self.evaluations, keeps)
-        state = self._state(made, [journal.recorded for journal in self.journals])
-        self.engine.save(functools.partial(self.checkpoints.save, self.done, state, made))
+        schedule = EvaluationSchedule(self.plan.settings.rounds, self.evaluations, keeps)
+        state = self._state(schedule, [journal.recorded for journal in self.journals])
+        self.engine.save(functools.partial(self.checkpoints.save, self.done, state, schedule))
         self.saved = self.done
 
     def restore(self) -> None:
@@ -245,27 +245,27 @@ class Loop:
         self.restored = self.done
         self.saved = self.done
 
-    def _take(self, done: int, state: dict[str, Tree], made: EvaluationSchedule) -> None:
+    def _take(self, done: int, state: dict[str, Tree], schedule: EvaluationSchedule) -> None:
         """Resume from a checkpoint's state (see `Checkpoints.restore`)."""
         self.engine.restore(state)
         if self.best is not None:
             self.best.kept = state["best"]
         for journal, recorded in zip(self.journals, state["recorded"], strict=True):
-            journal.restore(recorded, done, made)
+            journal.restore(recorded, done, schedule)
 
-    def _blank(self, made: EvaluationSchedule) -> dict[str, Tree]:
+    def _blank(self, schedule: EvaluationSchedule) -> dict[str, Tree]:
         """Return a state with the shapes of a checkpoint that was made by this plan."""
-        return self._state(made, [journal.blank(made) for journal in self.journals])
+        return self._state(schedule, [journal.blank(schedule) for journal in self.journals])
 
-    def _state(self, made: EvaluationSchedule, recorded: list[Recorded]) -> dict[str, Tree]:
+    def _state(self, schedule: EvaluationSchedule, recorded: list[Recorded]) -> dict[str, Tree]:
         """Return the state that a checkpoint holds.
 
         Args:
-            made: Plan of the checkpoint, which says whether it holds client states.
+            schedule: Plan of the checkpoint, which says whether it holds client states.
             recorded: Records of the run, or of each point.
         """
         state = self.engine.saved()
-        if not made.states:
+        if not schedule.states:
             state = state | {"states": ()}
         if self.best is not None:
             state = state | {"best": self.best.kept}

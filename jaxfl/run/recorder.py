@@ -111,10 +111,10 @@ class Result(NamedTuple):
         """
         origin = self._known_origin()
         last = Snapshot(self.server, self.states, len(self.ledger.participants))
-        made = self.best or last
+        snapshot = self.best or last
         if client is None:
-            return global_model(origin, made, self.statement)
-        return personal_model(origin, made, client)
+            return global_model(origin, snapshot, self.statement)
+        return personal_model(origin, snapshot, client)
 
     def _known_origin(self) -> Origin:
         if self.origin is None:
@@ -305,15 +305,15 @@ class Journal:
             files.write_metrics(path, self.metrics)
         self.written = len(self.metrics)
 
-    def restore(self, recorded: Recorded, done: int, made: EvaluationSchedule) -> None:
+    def restore(self, recorded: Recorded, done: int, schedule: EvaluationSchedule) -> None:
         """Resume from the records of a checkpoint.
 
         Args:
             recorded: Records of the checkpoint.
             done: Number of rounds after which the checkpoint was made.
-            made: Plan of the checkpoint, with at most as many rounds as this run's.
+            schedule: Plan of the checkpoint, with at most as many rounds as this run's.
         """
-        past = [r for r in made.evaluations if r <= done]
+        past = [r for r in schedule.evaluations if r <= done]
         future = [r for r in self.plan.evaluations if r > done]
         self.plan = EvaluationSchedule(self.plan.rounds, [*past, *future])
         self.recorded = self.blank(self.plan)
@@ -341,11 +341,11 @@ class Journal:
         """
         ledger = jax.tree.map(lambda leaf: leaf[:done], self.recorded.records.ledger)
         # The last evaluation up to `done` may have failed, so the plan does not give their number.
-        made = len(self.metrics)
-        history = jax.tree.map(lambda leaf: leaf[:made], self.recorded.scores)
+        evaluations = len(self.metrics)
+        history = jax.tree.map(lambda leaf: leaf[:evaluations], self.recorded.scores)
 
         def last(leaf: np.ndarray) -> np.ndarray:
-            return leaf[-1] if made else np.full(self.num_clients, np.nan)
+            return leaf[-1] if evaluations else np.full(self.num_clients, np.nan)
 
         scores = jax.tree.map(last, history)
         statement: dict[str, Any] = {}
@@ -379,9 +379,9 @@ class Journal:
 
     def _dropped(self, ledger: Ledger, done: int) -> float:
         """Return the share of dropped updates among those of clients with training examples."""
-        made = int(ledger.participants.sum(0)[self.trains].sum())
+        participations = int(ledger.participants.sum(0)[self.trains].sum())
         dropped = int(self.recorded.records.nonfinite[:done].sum())
-        return min(1.0, dropped / made) if made else 0.0
+        return min(1.0, dropped / participations) if participations else 0.0
 
     def _row(self, index: int) -> dict[str, float | int]:
         """Return one row of metrics.
@@ -420,11 +420,11 @@ class Journal:
         if not done:
             return self.epsilons(plan)
 
-        def joined(made: np.ndarray, planned: np.ndarray) -> np.ndarray:
-            shape = np.broadcast_shapes(made.shape[1:], planned.shape[1:])
+        def joined(past_values: np.ndarray, planned: np.ndarray) -> np.ndarray:
+            shape = np.broadcast_shapes(past_values.shape[1:], planned.shape[1:])
             rest = np.broadcast_to(planned, (last, *planned.shape[1:]))[done:]
-            parts = [np.broadcast_to(part, (len(part), *shape)) for part in (made, rest)]
-            return np.concatenate(parts).astype(made.dtype)
+            parts = [np.broadcast_to(part, (len(part), *shape)) for part in (past_values, rest)]
+            return np.concatenate(parts).astype(past_values.dtype)
 
         notes = {
             name: joined(note, plan.notes[name])

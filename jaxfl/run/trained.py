@@ -119,38 +119,38 @@ def _is_complete(model: Model, part: Tree) -> bool:
     return jax.tree.map(jnp.shape, dict(part)) == jax.tree.map(jnp.shape, own)
 
 
-def global_model(origin: Origin, made: Snapshot, statement: dict[str, Any]) -> TrainedModel:
+def global_model(origin: Origin, snapshot: Snapshot, statement: dict[str, Any]) -> TrainedModel:
     """Return the model that all clients of a run share.
 
     Args:
         origin: Origin of the run's models.
-        made: States of the run.
+        snapshot: States of the run.
         statement: Privacy statement of the run. It is empty before the first round.
     """
     needed = "client must be a client's index for"
-    params = shared_params(origin.algorithm, made.server, needed)
+    params = shared_params(origin.algorithm, snapshot.server, needed)
     # Epsilons by client would reveal how often each of them took part.
-    about = _about(origin, made, None)
+    about = _about(origin, snapshot, None)
     about["privacy"] = _covered(origin.algorithm.model, statement)
-    if made.chosen:
+    if snapshot.chosen:
         about["privacy"] += _CHOSEN
     about["statement"] = without_clients(statement) or None
     return _model(origin, params, about)
 
 
-def personal_model(origin: Origin, made: Snapshot, client: Any) -> TrainedModel:
+def personal_model(origin: Origin, snapshot: Snapshot, client: Any) -> TrainedModel:
     """Return the model with which a client is evaluated after a round.
 
     Args:
         origin: Origin of the run's models.
-        made: States of the run.
+        snapshot: States of the run.
         client: Index of the client, from 0.
 
     Raises:
         ValueError: No client has this index.
     """
     client = check_count("client", client, least=0, most=origin.clients.num_clients - 1)
-    return _model(origin, _personal(origin, made, client), _about(origin, made, client))
+    return _model(origin, _personal(origin, snapshot, client), _about(origin, snapshot, client))
 
 
 def _model(origin: Origin, params: Params, about: dict[str, Any]) -> TrainedModel:
@@ -159,11 +159,11 @@ def _model(origin: Origin, params: Params, about: dict[str, Any]) -> TrainedMode
     return TrainedModel(origin.algorithm.model, here, about=about)
 
 
-def _about(origin: Origin, made: Snapshot, client: int | None) -> dict[str, Any]:
+def _about(origin: Origin, snapshot: Snapshot, client: int | None) -> dict[str, Any]:
     return {
         "method": origin.algorithm.name,
-        "round": made.round,
-        "keep": "best" if made.chosen else "last",
+        "round": snapshot.round,
+        "keep": "best" if snapshot.chosen else "last",
         "clients": origin.clients.num_clients,
         "client": client,
         "privacy": _PERSONAL.format(client),
@@ -187,7 +187,7 @@ def _covered(model: Model, statement: dict[str, Any]) -> str:
     return _NO_PROMISE + frozen
 
 
-def _personal(origin: Origin, made: Snapshot, client: int) -> Params:
+def _personal(origin: Origin, snapshot: Snapshot, client: int) -> Params:
     """Return the weights with which a client is evaluated after a round."""
     if jax.process_count() > 1:
         raise ValueError(
@@ -200,9 +200,14 @@ def _personal(origin: Origin, made: Snapshot, client: int) -> Params:
     capacity = next(room for room in capacities_of(sizes) if room >= sizes[client])
     population = _alone(origin.algorithm, clients, client, capacity)
     program = _personal_program(origin.algorithm, population)
-    state = jax.tree.map(lambda leaf: np.asarray(leaf[client]), made.states)
-    arguments = (jax.device_get(made.server), state, np.int32(client), np.int32(made.round - 1))
-    key = jax.random.fold_in(_evaluation_key(origin.key, made.round), client)
+    state = jax.tree.map(lambda leaf: np.asarray(leaf[client]), snapshot.states)
+    arguments = (
+        jax.device_get(snapshot.server),
+        state,
+        np.int32(client),
+        np.int32(snapshot.round - 1),
+    )
+    key = jax.random.fold_in(_evaluation_key(origin.key, snapshot.round), client)
     return program.func(population.clients, key, *arguments, frozen=population.frozen)
 
 

@@ -163,7 +163,9 @@ def change(algorithm, clients, neighbours, *, devices, chunk):
         cohort = draw(algorithm, len(ids), all_keys(KEY), jnp.int32(0), center)
         own = population._replace(clients=clients)
         shared = chunk, all_keys(KEY), jnp.int32(0), cohort
-        return add_participants(algorithm, own, *shared, ids, None, center, states)[0].given.update
+        return add_participants(algorithm, own, *shared, ids, None, center, states)[
+            0
+        ].contributions.update
 
     found = []
     for each in (clients, neighbours):

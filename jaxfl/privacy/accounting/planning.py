@@ -158,11 +158,11 @@ def _check_mechanisms(name: str, value: Any) -> dict[str, Mechanism]:
             f"{name} must be a dict from names to mechanisms, got {show(value)}. "
             "Give for instance {'mine': mechanism}."
         )
-    taken = [key for key in value if key in KINDS]
-    if taken:
+    clashing = [key for key in value if key in KINDS]
+    if clashing:
         raise ValueError(
-            f"{name} must have other names than the kinds {KINDS}, got {show(value)} with {taken}. "
-            "Give other names."
+            f"{name} must have other names than the kinds {KINDS}, got {show(value)} with "
+            f"{clashing}. Give other names."
         )
     return {
         key: check_instance(f"{name}[{key!r}]", own, (Mechanism,)) for key, own in value.items()

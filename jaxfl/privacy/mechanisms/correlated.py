@@ -95,10 +95,10 @@ class CorrelatedNoise(Mechanism):
         if not error <= ROUNDING:
             inherited = {field.name for field in dataclasses.fields(Mechanism)}
             own = [field.name for field in dataclasses.fields(self) if field.name not in inherited]
-            given = ", ".join(f"{name}={show(getattr(self, name))}" for name in own)
+            values = ", ".join(f"{name}={show(getattr(self, name))}" for name in own)
             raise ValueError(
                 f"{' and '.join(own)} must leave noise that float32 holds over {rounds} rounds, "
-                f"got {given}: the strategy's inverse grows, and rounding moves the noise by "
+                f"got {values}: the strategy's inverse grows, and rounding moves the noise by "
                 f"{error:.2g} of its std. "
                 "Give smaller numbers, those of `square_root` or `blt`, or fewer rounds."
             )
@@ -201,11 +201,11 @@ class BandedNoise(CorrelatedNoise):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = self.coefficients
-        if given is not None and len(given) != self.bands - 1:
+        coefficients = self.coefficients
+        if coefficients is not None and len(coefficients) != self.bands - 1:
             raise ValueError(
                 f"coefficients must be {self.bands - 1} numbers for {self.bands} bands, "
-                f"got {given!r}. Give {self.bands - 1} numbers, or other bands."
+                f"got {coefficients!r}. Give {self.bands - 1} numbers, or other bands."
             )
 
     def strategy(self, rounds: int) -> Float[np.ndarray, "T"]:

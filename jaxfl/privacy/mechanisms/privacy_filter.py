@@ -166,9 +166,9 @@ class PrivacyFilter(Mechanism):
                 "message.extra must be a number if there is a release, and None if there is none, "
                 f"got {number!r} with release={release!r}. Send a number exactly if it is released."
             )
-        made = super().contribute(key, memory, client, sent._replace(extra=None), norm)
+        contribution = super().contribute(key, memory, client, sent._replace(extra=None), norm)
         if release is None:
-            return made
+            return contribution
         # A dropped update releases the least number, which hides that it was dropped.
         number = jnp.where(jnp.isfinite(number), number, release.low)
         number = jnp.clip(number, release.low, release.high)
@@ -176,7 +176,7 @@ class PrivacyFilter(Mechanism):
             std = jnp.float32(release.noise * (release.high - release.low))
             noisy = add_gaussian(derive(key, RELEASE, client.client_id), number, std)
             number = jnp.clip(noisy, release.low, release.high)
-        return made._replace(row=number)
+        return contribution._replace(row=number)
 
     def aggregate(
         self, key: Key[Array, "*S"], memory: Accounts, cohort: Cohort, total: Total, mesh: Mesh

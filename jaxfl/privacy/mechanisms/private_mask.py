@@ -44,8 +44,8 @@ class PrivateMask(Mechanism):
                 "message.extra must be a private mask, got None. "
                 "Send one, or give another mechanism."
             )
-        made = super().contribute(key, memory, client, sent._replace(extra=None), norm)
-        return made._replace(update=keep(sent.extra, made.update))
+        contribution = super().contribute(key, memory, client, sent._replace(extra=None), norm)
+        return contribution._replace(update=keep(sent.extra, contribution.update))
 
     @property
     def sparse(self) -> bool:

@@ -65,8 +65,8 @@ class Robust(Mechanism):
         norm: Float[Array, ""],
     ) -> Contribution:
         """Return a row, and nothing for the sum."""
-        made = super().contribute(key, memory, client, sent, norm)
-        return Contribution((), jnp.zeros(()), row=made.update)
+        contribution = super().contribute(key, memory, client, sent, norm)
+        return Contribution((), jnp.zeros(()), row=contribution.update)
 
     def aggregate(
         self, key: Key[Array, "*S"], memory: Tree, cohort: Cohort, total: Total, mesh: Mesh
@@ -142,10 +142,10 @@ class TrimmedMean(Robust):
         """Return the mean of the values that are left."""
         cut = jnp.floor(self.share * count + 1e-6).astype(count.dtype)
         rank = jnp.arange(len(present))
-        kept = (rank >= cut) & (rank < count - cut)
+        included = (rank >= cut) & (rank < count - cut)
 
         def mean(ordered: Float[Array, "R *S"]) -> Float[Array, "*S"]:
-            total = jnp.sum(jnp.where(_column(kept, ordered), ordered, 0.0), axis=0)
+            total = jnp.sum(jnp.where(_column(included, ordered), ordered, 0.0), axis=0)
             return total / (count - 2 * cut)
 
         return _ordered(rows, present, mean)
@@ -187,11 +187,11 @@ class Krum(Robust):
         counted = (jnp.arange(len(flat)) < jnp.maximum(count - self.byzantine - 2, 1))[None]
         score = jnp.sum(jnp.where(counted & jnp.isfinite(nearest), nearest, 0.0), axis=1)
         rank = jnp.argsort(jnp.argsort(jnp.where(present, score, jnp.inf)))
-        kept = present & (rank < self.keep)
+        included = present & (rank < self.keep)
 
         def mean(leaf: Float[Array, "R *S"]) -> Float[Array, "*S"]:
-            total = jnp.sum(jnp.where(_column(kept, leaf), leaf, 0.0), axis=0)
-            return total / jnp.sum(kept)
+            total = jnp.sum(jnp.where(_column(included, leaf), leaf, 0.0), axis=0)
+            return total / jnp.sum(included)
 
         return jax.tree.map(mean, rows)
 

@@ -173,10 +173,10 @@ class Skellam(Mechanism):
         norm: Float[Array, ""],
     ) -> Contribution:
         """Return the update and its share of noise, which is added after the rounding."""
-        made = super().contribute(key, memory, client, sent, norm)
+        contribution = super().contribute(key, memory, client, sent, norm)
         # Noise in whole steps on a rounded update is exact. Rounding their sum would not be.
         share = _share(key, memory, client, sent.update)
-        return made._replace(update=Shared(sent.update, share))
+        return contribution._replace(update=Shared(sent.update, share))
 
     def add_client_noise(
         self, key: Key[Array, "*S"], memory: Shares, client: Participant, update: Tree

@@ -64,7 +64,7 @@ class RunOptions(TypedDict, total=False):
         chunk: Number of clients vectorised at a time on each device. None stands for 1 on a CPU,
             512 on a GPU and "auto" on a TPU. "auto" measures a few sizes once, on a round of this
             run (see `jaxfl.engine.chunk.fastest`). If the chunk does not fit in memory, it is
-            halved with a warning. The chunk changes speed and memory, and results by rounding alone.
+            halved with a warning. The chunk changes speed and memory, and results by rounding.
         devices: Devices of the run. None stands for all devices.
         secret_noise: Whether noise, cohorts and private local steps come from 128 fresh bits of the
             system, and not from `key`. The seed of a key may be small enough to guess. The bits lie

@@ -93,20 +93,20 @@ NOTHING: dict = {}
 TEXT = np.array(["a"])
 POOL = [
     # Numbers, and what looks like one.
-    NAN, INF, -INF, -1.0, -0.1, 0.0, 0.5, 1.0, 1.1, 1.5, 2.5, 100.0, -1, 0, 1, 3, 2**32, 10**400, 1j, True, "1", np.str_("1"),
+    NAN, INF, -INF, -1.0, -0.5, -0.1, 0.0, 0.5, 1.0, 1.1, 1.5, 2.5, 3.0, 3.5, 100.0, -1, 0, 1, 3, 5, 8, 2**32, 10**400, 1j, True, "1", "01", "012", "0.5", "8x8", np.str_("1"),
     np.array(NAN),
     # Texts.
-    "", "x", "yes", "sgd", "poisson", "lenet", "head", "none", "../x", "a\0b", b"", b"x", np.datetime64("2020-01-01"),
+    "", "f", "x", "yes", "sgd", "poisson", "lenet", "head", "none", "../x", "a\0b", b"", b"x", b"sound", np.datetime64("2020-01-01"),
     # Lists and vectors.
-    [], (), range(0), np.zeros(0, int), [NAN], [NAN, 1.0], [INF], [INF, 1.0], [-1.0], [-1, 0], [0], [0.0], [0.5], [0.5, 1.1], [1.0],
-    [1.5], [1.0, 1.0], [2.0, 1.0], [0.0, 1.0], [0, 0], [99], [True], [1j], [None], ["a"], ["a", 1], ["a", "a"], ["none"], [b"a"],
+    [], (), range(0), np.zeros(0, int), [NAN], [NAN, 1.0], [INF], [INF, 1.0], [-1], [-1.0], [-1, 0], [0], [0.0], [0.5], [0.5, 1.0], [0.5, 1.1], [1], [1.0],
+    [1.5], [1.0, 1.0], [2.0, 1.0], [0.0, 1.0], [0, 0], [99], [True], [True, False], [1j], [None], [None, "a"], ["a"], ["x"], ["a", "b"], ["a", 1], ["a", "a"], ["none"], [b"a"],
     [print], np.zeros(2), np.zeros(3), np.array([1.0, 2.0]), np.array([None, 1], object), np.zeros(2, np.uint32), jnp.array([-1.0]),
-    TEXT, {0}, {1.0}, jax.random.split(KEY),
+    np.zeros(4), TEXT, {0}, {1}, {1.0}, jax.random.split(KEY),
     # Shapes.
-    (8,), (8, 8), (8, 0, 1), (8, -1, 1), (8, 8.5, 1), (8, "8", 1), (NAN, 8, 1), (8, 8, 1, 1),
+    (3,), (8,), (True,), (8, 8), (8, 0, 1), (8, -1, 1), (8, 8.5, 1), (8, "8", 1), (NAN, 8, 1), (8, 8, 1, 1),
     # Tables.
-    [[]], [[1]], [[8]], [[1.0]], [["a"]], [[0], [1]], [[0.5], [1]], [[-1], [1]], [["a"], [1]], [[0], [99]], [[INF], [1.0]], [None, [1]],
-    [[1, 2], [3]], [[[1.0]]], np.zeros((0, 2), int), np.full((4, 2), NAN), np.full((4, 2), INF), np.full((4, 2), 2**40),
+    [[]], [[], []], [[1]], [[8]], [[0.5]], [[1.0]], [["a"]], [[0], [1]], [[0.5], [1]], [[-1], [1]], [["a"], [1]], [[0], [99]], [[INF], [1.0]], [None, [1]],
+    [[1, 2], [3]], [[[0]], [1]], [[[1.0]]], np.zeros((0, 2), int), np.full((4, 2), NAN), np.full((4, 2), INF), np.full((4, 2), 2**40),
     np.full((4, 2), 1e300), np.zeros((4, 2), complex), np.zeros((4, 0, 2)),
     # Dicts.
     NOTHING, {"a": 1}, {"a": "x"}, {"a": None}, {"a": []}, {"a": [1]}, {"a": [NAN]}, {"a": [None]}, {"a": [[1]]}, {"a": ["x", "y"]},
@@ -169,7 +169,11 @@ def nothing(value: Any) -> bool:
 
 
 def no_entries(value: Any) -> bool:
-    return isinstance(value, list | tuple | dict | range) and not len(value)
+    return isinstance(value, list | tuple | range) and not len(value)
+
+
+def no_names(value: Any) -> bool:
+    return value is NOTHING
 
 
 def each(entry: Callable[[Any], bool], *axes: int, empty: bool = False) -> Callable[[Any], bool]:
@@ -218,12 +222,17 @@ zeros = each(inside(0, 0, 0), 0, 1)
 rows = whole(0, 3)
 vector = each(rows, 1, empty=True)
 shape = each(whole(1), 1)
+seed = whole(0, 2**32 - 1)
 
 # Kinds.
 
-FLOATS = [np.float32(0.5), jnp.float32(0.5), jnp.bfloat16(0.5), np.array(0.5)]
-NUMBERS = [*FLOATS, fractions.Fraction(1, 2), 1, np.int64(1)]
+SINGLES = [np.float32(0.5), jnp.float32(0.5), np.array(0.5)]
+NUMBERS = [*SINGLES, jnp.bfloat16(0.5), fractions.Fraction(1, 2), 1, np.int64(1)]
 FORMS = [[32, 32, 3], np.array([32, 32, 3]), (np.int64(32), 32, 3)]
+NO_LABELS = [
+    [-1, 0], [0.5, 1.0], [[0], [1]], [True, False], [0, 1, 0, 2**31 - 1], [0, 1, 0, 2**24],
+]  # fmt: skip
+NO_KEYS = ["key", jnp.zeros(3), (0, 1), jnp.uint32(0)]
 CLASSES = [[0, 1, 0, 1], np.array([0, 1, 0, 1], np.uint8), jnp.array([0, 1, 0, 1])]
 NARROW = [
     np.zeros((4, 2), dtype) for dtype in ("int8", "uint8", "int16", "uint16", "int32", "int64", "uint32", "float16")
@@ -246,7 +255,7 @@ def of_count(least: int = 1, most: float = INF) -> Kind:
 
 def of_fraction(zero: bool = False, one: bool = True) -> Kind:
     ends = [*([0] if zero else []), *([1] if one else [])]
-    return Kind(0.5, inside(0, 1, *ends), [*FLOATS[:2], FLOATS[3], *([1] if one else [])])
+    return Kind(0.5, inside(0, 1, *ends), [*SINGLES, *([1] if one else [])])
 
 
 def of_noise(axes: Collection[int] = (0, 1)) -> Kind:
@@ -271,7 +280,7 @@ def of_numbers(
     axes: Collection[int] = (1,), zero: bool = False, negative: bool = False, infinite: bool = False
 ) -> Kind:
     ends = [*([0] if zero else []), *([INF] if infinite else [])]
-    return Kind([1.0, 1.0], each(real if negative else inside(0, INF, *ends), *axes))
+    return Kind([1.0, 1.0], each(inside(-INF if negative else 0, INF, *ends), *axes))
 
 
 def of_counts(least: int = 1, length: int | None = None, empty: bool = True) -> Kind:
@@ -300,24 +309,24 @@ KINDS: dict[str, Callable[..., Kind]] = {
     "check_positive": of_positive, "check_budget": of_positive, "check_count": of_count, "check_fraction": of_fraction,
     "check_noise": of_noise, "_check_noise": of_noise, "check_choice": of_choice, "check_instance": of_instance,
     "check_numbers": of_numbers, "check_counts": of_counts, "check_not_empty": of_not_empty, "_steps": of_steps,
-    "_check_validation": same(0.5, either(callable, inside(0, 1)), bad=[1.0]),
+    "_check_validation": same(0.5, either(callable, inside(0, 1)), SINGLES, [1.0]),
     "unchecked": same(MISSING, anything),
     "check_callable": same(print, callable),
-    "check_layers": same(("head",), no_entries, bad=[("none",), (3,)]),
+    "check_layers": same(("head",), no_entries, bad=["layers_3", ("none",), (3,)]),
     "check_path": same("here", lambda value: text(value) and value not in ("", "a\0b")),
-    "check_key": same(KEY, either(whole(0, 2**32 - 1), lambda value: isinstance(value, type(KEY))), bad=[jnp.zeros(3), (0, 1), jnp.uint32(0)]),
-    "check_one_key": same(KEY, whole(0, 2**32 - 1), bad=[jnp.zeros(3), (0, 1), jnp.uint32(0)]),
+    "check_key": same(KEY, either(seed, lambda value: isinstance(value, type(KEY))), bad=NO_KEYS),
+    "check_one_key": same(KEY, seed, bad=NO_KEYS),
     "check_seeds": same((0,), each(whole(0), 1), bad=[[0, 0]]),
     "check_chunk": same(2, whole(1), bad=["all"]),
     "check_devices": same(jax.devices()[:1], nothing, bad=["cpu", ["cpu"]]),
-    "check_callbacks": same((), either(no_entries, entries(callable))),
+    "check_callbacks": same((), either(no_entries, entries(callable)), bad=[["f"]]),
     # Arrays.
     "check_array": same([0], each(real, 1, 2, 3, empty=True)),
     "check_arrays": same(LISTS, entries(vector)),
     "check_labels": same(LABELS, each(whole(0), 1), CLASSES),
     "check_targets": same(LABELS, each(either(boolean, inside(-INF, INF)), 1, 2, 3), [
         [0, 1, 0, 1], [0.5, 1.0, -1.0, 0.0], jnp.array([[0.0], [1.0], [2.0], [-3.0]]),
-    ]),
+    ], [[-1, 0], [[], []]]),
     "check_owners": same(LABELS, either(each(whole(-(2**63), 2**64), 1), each(text, 1)), [
         [2**40, -1, 2**63, 0], np.array([1, 2**63, 0, 0], np.uint64),
     ], [["a", 1], [None, "a"]]),
@@ -328,46 +337,50 @@ KINDS: dict[str, Callable[..., Kind]] = {
     "_check_coefficients": same((1.0, 0.5), each(inside(0, INF, 0), 1)),
     "_check_tuple": same((0.5,), each(inside(0, INF, 0), 1), bad=[[0.5, 0.5]]),
     "_check_decays": same((0.5,), each(inside(0, 1, 0), 1), bad=[[0.5, 0.5]]),
-    "_check_densities": same([0.5, 0.0], each(inside(0, 1, 0, 1), 1, 2, 3), bad=[[-0.1, 0.5], ["a", 0.0], [0.5]]),
-    "_check_epsilons": same((1.0,), each(inside(0, INF, INF), 1), bad=[[1.0, 1.0]]),
-    "_impacts": same([0.5, 0.5], either(callable, each(inside(0, INF, 0), 1, 2)), bad=[[0.5, 0.6], lambda t: "a"]),
+    "_check_densities": same([0.5, 0.0], each(inside(0, 1, 0, 1), 1, 2, 3), bad=[[-0.1, 0.5], [NAN, 0.0], ["a", 0.0], [0.5]]),
+    "_check_epsilons": same((1.0,), each(inside(0, INF, INF), 1), bad=[8.0, [1.0, 1.0]]),
+    "_impacts": same([0.5, 0.5], either(callable, each(inside(0, INF, 0), 1, 2)), bad=[[-1.0, 2.0], [0.5, 0.6], lambda t: "a"]),
     "_check_risks": same([1.0], each(positive, 1)),
-    "_check_bounds": same((1.0, 2.0), nothing, bad=[(1.0,), (1.0, INF), (NAN, 1.0), ("a", "b")]),
+    "_check_bounds": same((1.0, 2.0), nothing, bad=[(1.0,), (2.0, 1.0), (0.0, 1.0), (1.0, INF), (NAN, 1.0), ("a", "b")]),
     "_check_percentile": same(50.0, inside(0, 100, 0)),
-    "_check_threshold": same(0.5, inside(-INF, 1)),
+    "_check_threshold": same(0.5, inside(-INF, 1), bad=[2.0]),
     "_check_rates": same(0.5, each(share, 0, 1)),
-    "check_availability": same(0.8, each(share, 0, 1), [1, *FLOATS[:2], FLOATS[3]]),
+    "check_availability": same(0.8, each(share, 0, 1), [1, *SINGLES]),
     "_check_staleness": same(1, each(whole(0), 0, 1), [0, np.int64(2), jnp.int32(2), np.array([0, 2])]),
-    "_check_speed": same(1.0, each(inside(0, INF, INF), 0, 1), [1, INF, *FLOATS[:2], [1.0, INF]]),
+    "_check_speed": same(1.0, each(inside(0, INF, INF), 0, 1), [1, INF, *SINGLES[:2], [1.0, INF]]),
     # Names.
-    "_check_texts": same([], either(no_entries, entries(text))),
-    "_check_kinds": same(("poisson", "separated"), no_entries, bad=[("none",)]),
-    "_check_vocabulary": same(None, either(each(text, 1), text)),
-    "_check_input_names": same(None, no_entries),
+    "_check_texts": same([], either(no_entries, entries(text)), bad=["to be", ["a", None]]),
+    "_check_kinds": same(("poisson", "separated"), no_entries, bad=[("none",), ()]),
+    "_check_vocabulary": same(None, either(each(text, 1), text), bad=["", [1], ["a", "a"], TEXT]),
+    "_check_input_names": same(None, nothing, bad=["age", [3]]),
     # Objects of the library and of data.
     "check_clients": same(CLIENTS, nothing), "_clients_in_lists": same(FEW, nothing),
     "_check_population": same(CLIENTS, either(whole(1), callable)),
-    "check_methods": same({"one": jaxfl.Candidate(lambda: METHOD)}, nothing),
-    "check_values": same({"mu": [0.1, 0.2]}, columns, bad=[{"mu": 3}, {"mu": ["a", "b"]}, {"mu": [NAN, 1.0]}, {"mu": None}]),
+    "check_methods": same({"one": jaxfl.Candidate(lambda: METHOD)}, nothing, bad=[{"a": algorithms.fedavg}, {1: 2}]),
+    "check_values": same({"mu": [0.1, 0.2]}, columns, bad=["clip", {3: [1.0, 2.0]}, {"mu": 3}, {"mu": ["a", "b"]}, {"mu": [NAN, 1.0]}, {"mu": None}]),
     "check_ledger": same(LEDGER, lambda value: value is LEDGER),
-    "_check_statement": same(privacy.privacy_statement(LEDGER, MECHANISM, 2), nothing),
-    "check_data": same((INPUTS, LABELS, INPUTS, LABELS), dataset),
+    "_check_statement": same(privacy.privacy_statement(LEDGER, MECHANISM, 2), nothing, bad=[{"honest": 1}]),
+    "check_data": same((INPUTS, LABELS, INPUTS, LABELS), dataset, bad=[(np.zeros((4, 2)),)]),
     "_check_tested": same(CLIENTS, dataset),
-    "_check_nnx": same(lambda rngs: nnx.Linear(4, 10, rngs=rngs), callable),
+    "_check_nnx": same(lambda rngs: nnx.Linear(4, 10, rngs=rngs), callable, bad=[print, nn.Dense]),
     "_check_budgets": same(Budgets(np.full(2, INF), np.ones(2)), nothing, bad=[
-        Budgets(np.zeros(2), np.ones(2)), Budgets(np.ones(2), np.ones(3)), Budgets(np.array([NAN]), np.ones(1)),
+        (1.0,), Budgets(np.zeros(2), np.ones(2)), Budgets(np.ones(2), np.ones(3)), Budgets(np.array([NAN]), np.ones(1)),
         Budgets(np.ones(1), np.array([INF])), Budgets(TEXT, np.ones(1)),
     ]),
-    "_check_plans": same(PLANS, nothing), "_check_result": same(COSTED, nothing),
-    "_check_costs": same({"fedavg": COSTS}, nothing, bad=[COSTS]),
-    "_check_mechanisms": same({}, no_entries, bad=[{"mine": 3}, {3: Mechanism()}, {"poisson": Mechanism()}]),
-    "_check_frame": same(FRAME, columns),
+    "_check_plans": same(PLANS, nothing, bad=["plan", [MODEL]]), "_check_result": same(COSTED, nothing),
+    "_check_costs": same({"fedavg": COSTS}, nothing, bad=[COSTS, {"a": 3}, {"a": [3]}]),
+    "_check_mechanisms": same({}, no_names, bad=["mine", {"mine": 3}, {3: Mechanism()}, {"poisson": Mechanism()}]),
+    "_check_frame": same(FRAME, columns, bad=[{"a": 3}, {"a": []}]),
     "_check_splits": same({"train": STORED}, nothing, bad=[{"train": 3}]),
-    "_check_token_lists": same([[1, 2]] * 4, entries(vector), bad=[[[0.5]] * 4, [[["a"]]] * 4, [[[1]]] * 4, [[1, 2]] * 3]),
-    "_check_client_columns": same(None, no_entries, bad=[{"age": 3}]),
-    "_check_test": same(None, inside(0, 1)),
-    "_check_limits": same(None, no_entries, bad=[{"age": (1, 0)}, {"age": (0, INF)}]),
-    "_check_categories": same(None, lists, bad=[{"age": []}, {"age": [1, 1]}]),
+    "_check_token_lists": same([[1, 2]] * 4, entries(vector), bad=[
+        [], [[0.5]] * 4, [[-1]] * 4, [["a"]] * 4, [[[1]]] * 4, [[1, 2]] * 3,
+    ]),
+    "_check_client_columns": same(None, no_names, bad=[
+        "age", [], {"age": 3}, {"age": "x"}, {"age": [None]}, {"age": [[1]]}, {3: [0]},
+    ]),
+    "_check_test": same(None, inside(0, 1), bad=[2, {"a": 3}]),
+    "_check_limits": same(None, no_names, bad=["age", ["age"], {"age": 3}, {3: (0, 1)}, {"age": (1, 0)}, {"age": (0, INF)}]),
+    "_check_categories": same(None, lists, bad=["age", ["age"], {"age": 3}, {3: [0]}, {"age": []}, {"age": [1, 1]}]),
 }  # fmt: skip
 """By the name of a check, what its arguments take."""
 
@@ -422,16 +435,17 @@ ROWS: dict[str, dict[str, Any]] = {
 """By function, values of arguments that must be others, or that no check has."""
 
 TAKES: dict[str, Callable[[Any], bool]] = {
-    "grid.rate": either(entries(anything), each(real, 1)), "grid.clip": either(entries(anything), each(real, 1)), "spread.rate": each(inside(0, INF), 1),
+    "grid.rate": either(entries(anything), each(real, 1)), "grid.clip": either(entries(anything), each(real, 1)),
+    "spread.rate": each(inside(0, INF), 1),
     "from_arrays.test_inputs": each(inside(-1e38, 1e38), 2, 3, empty=True),
     "mlflow.library": nothing, "wandb.run": nothing,
-    "params": nothing, "evaluate.server": lambda value: value is RESULT, "evaluate.states": no_entries,
+    "params": nothing, "evaluate.server": lambda value: value is RESULT, "evaluate.states": lambda value: type(value) is tuple and not value,
     "write_report.folder": nothing, "load_model.path": nothing,
     "from_frame.label": nothing, "from_frame.owner": nothing,
     **dict.fromkeys([f"from_huggingface.{name}" for name in ("owner", "input", "label")], lambda value: text(value) and value in STORED),
-    "by_owner.test_owner": each(whole(-(2**63)), 1, empty=True), "by_sizes.labels": each(anything, 1, 2, 3, empty=True),
+    "by_owner.test_owner": each(whole(-(2**63)), 1, empty=True), "by_sizes.labels": each(either(boolean, inside(-INF, INF)), 1, 2, 3, empty=True),
     **dict.fromkeys(["label_share.test_labels", "matching.test_labels"], each(whole(0), 1, empty=True)),
-    "plan.noise_multiplier": nothing, "write_report.columns": either(no_entries, columns),
+    "plan.noise_multiplier": nothing, "write_report.columns": either(no_names, columns),
     "AdaptiveClip.clip": positive, "Skellam.clip": positive, "Skellam.noise_multiplier": each(positive, 0, 1),
     "Skellam.client_noise": zeros, "TrimmedMean.share": inside(0, 0.5, 0), "Release.low": positive,
     **{f"{rule}.{noise}": zeros for rule in ROBUST for noise in ("noise_multiplier", "client_noise")},
@@ -439,23 +453,28 @@ TAKES: dict[str, Callable[[Any], bool]] = {
 """By argument, or by function and argument, what it may take, where its check does not say it."""
 
 REFUSED: dict[str, list[Any]] = {
-    "grid.rate": [{1.0}, [], [NAN], [1j], np.ones((2, 2))],
+    **{f"grid.{name}": [{1.0}, "01", b"01", [], [NAN], [1j], np.ones((2, 2)), lambda: 1] for name in ("rate", "clip")},
     "sparse_layers": [99],
     "delta": [1.0],
     "head": [()],
-    "build.name": ["mlp "],
+    "build.name": ["", "none", "Mlp", "../mlp"],
+    "write_report.folder": ["/", "no/such/folder"], "load_model.path": ["/", "no/such/file"],
+    "from_huggingface.train": ["none"], "mlflow.library": ["run"], "wandb.run": ["run"], "risks": ["public"],
+    "from_arrays.owner": [TEXT], "from_arrays.test_owner": [TEXT], "from_lists.users": [TEXT],
+    "from_arrays.test_inputs": [np.zeros((4, 0, 2)), np.zeros((4, 2), np.int64)],
+    "from_arrays.train_inputs": [np.zeros((4, 2), np.int64)],
     "terms": [(1e-5, None, None)],
     "compare.seeds": [[100]],
-    **{f"from_arrays.{part}_labels": [[0, 1, 0, 2**31 - 1], [0, 1, 0, 2**24]] for part in ("train", "test")},
+    **{f"from_arrays.{part}_labels": NO_LABELS for part in ("train", "test")},
     "features.data": [
         *map(of_pictures, [np.zeros((4, 2)), np.zeros((4, 2, 2, 5)), np.full((4, 2, 2), 1.5), np.zeros((4, 2, 2), int)])
     ],
     "by_sizes.sizes": [[99, 99]],
-    "lenet.input_shape": [(4, 4, 1), (7, 7, 1)],
+    "lenet.input_shape": [(4, 4, 1), (7, 7, 1)], "lenet_groupnorm.input_shape": [(4, 4, 1), (7, 7, 1)],
     "plot_costs.metric": ["none"],
     "rows": [[-1], [99], [0.5], [[0]]],
     "plan.epsilon": [None],
-    "params": [{"head": np.zeros(3)}],
+    "params": [{"head": np.zeros(3)}], "evaluate.server": [{"params": np.zeros(3)}], "evaluate.states": [[], {"params": np.zeros(3)}],
 }  # fmt: skip
 """By argument, or by function and argument, what must be refused besides."""
 

@@ -195,9 +195,9 @@ def _divided(data: ClientData, out: Bool[Array, "N"]) -> tuple[ClientData, Clien
     order = jnp.argsort(jnp.where(real, out, 2), stable=True)
     ordered = data.in_order(order)
     training_size = data.size - jnp.sum(out)
-    return dataclasses.replace(ordered, size=training_size), ordered.part(
-        training_size, data.padded
-    )
+    training = dataclasses.replace(ordered, size=training_size)
+    left_out = ordered.part(training_size, data.padded)
+    return training, left_out
 
 
 def _of_probabilities(weight: Float[Array, ""], own: Array, method: Array) -> Array:

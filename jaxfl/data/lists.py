@@ -134,8 +134,9 @@ def from_lists(
             "Join the texts of a user."
         )
     rows = _first_of_each(owner, len(inputs) if most is None else most)
-    inputs = inputs[rows]
-    return from_arrays(inputs, targets[rows], inputs[:0], targets[:0], name=name, owner=owner[rows])
+    train = (inputs[rows], targets[rows])
+    test = (inputs[:0], targets[:0])
+    return from_arrays(*train, *test, name=name, owner=owner[rows])
 
 
 def _numbers_of(

@@ -297,11 +297,10 @@ def _cohort(
     @functools.partial(jax.jit, inline=True)
     def client(slot: Int[Array, ""], states: States) -> tuple[Sums, Tree, Tree]:
         share, state = _participant(algorithm, keys, index, slots, slot, center, states, population)
-        return (
-            share._replace(contributions=share.contributions._replace(rows=())),
-            share.contributions.rows,
-            state,
-        )
+        contributions = share.contributions
+        # Rows are placed by their client's rank. They are not added up.
+        share = share._replace(contributions=contributions._replace(rows=()))
+        return share, contributions.rows, state
 
     # A single client has no batch axis, because an axis of length 1 makes matrix products slow.
     of_chunk = client if chunk == 1 else jax.vmap(client, (0, None))

@@ -180,25 +180,38 @@ def panels(rows: Sequence[MetricsRow], headline: str) -> dict[str, Callable[[Axe
 def curves(title: str, rows: Sequence[MetricsRow], headline: str = "accuracy") -> Figure:
     """Return a figure with all panels of a run, which is two columns of a page wide."""
     drawn = panels(rows, headline).values()
-    # Every run draws these panels, and a layout engine would take half of the time. Margins are in
-    # inches, with room for three lines of a legend and the title.
     height = 2.6
-    gap = 0.65
-    panel = (DOUBLE - 0.6 - gap * (len(drawn) - 1)) / len(drawn)
-    margins = {
-        "left": 0.5 / DOUBLE,
-        "right": 1 - 0.1 / DOUBLE,
-        "bottom": 0.42 / height,
-        "top": 1 - 0.75 / height,
-        "wspace": gap / panel,
-    }
+    margins = _panel_margins(len(drawn), height)
     with style():
+        # Every run draws these panels, and a layout engine would take half of the time.
         figure = new_figure(DOUBLE, height, layout=None)
         figure.suptitle(title, x=0.01, ha="left", fontsize=9)
         row = figure.subplots(1, len(drawn), squeeze=False, gridspec_kw=margins)[0]
         for axes, draw in zip(row, drawn, strict=True):
             draw(axes)
     return figure
+
+
+def _panel_margins(count: int, height: float) -> dict[str, float]:
+    """Return where a row of panels ends, as shares of the figure, and the gap in panels.
+
+    There is room above for the title and three lines of a legend.
+
+    Args:
+        count: Number of panels.
+        height: Height of the figure in inches.
+    """
+    left = 0.5
+    right = 0.1
+    gap = 0.65
+    panel = (DOUBLE - left - right - gap * (count - 1)) / count
+    return {
+        "left": left / DOUBLE,
+        "right": 1 - right / DOUBLE,
+        "bottom": 0.42 / height,
+        "top": 1 - 0.75 / height,
+        "wspace": gap / panel,
+    }
 
 
 def draw_curves(

@@ -46,7 +46,9 @@ _TUNING_EVALUATIONS = 20
 def _check_epsilons(name: str, value: Any) -> tuple[float, ...]:
     if isinstance(value, np.ndarray | jax.Array):
         value = check_array(name, value).ravel().tolist()
-    if not is_listed(value) or not len(value) or len({*map(str, value)}) < len(value):
+    listed = is_listed(value) and len(value) > 0
+    # NaN differs from itself, but its text does not.
+    if not listed or len({*map(str, value)}) < len(value):
         raise TypeError(
             f"{name} must be different numbers above 0, got {show(value)}. "
             "Give for instance (1.0, 8.0, math.inf)."

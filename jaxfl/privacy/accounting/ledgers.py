@@ -259,9 +259,9 @@ def example_epsilon(
     if dp_sgd is None:
         return no_epsilon(clients, "examples are not clipped one by one")
     rounds = np.asarray(ledger.participants, bool).sum(axis=0)
-    noise_in_rounds = np.where(ledger.participants, ledger.example_noise, math.inf)
-    noise_in_rounds = noise_in_rounds.min(axis=0, initial=math.inf)
-    noise = accountants.round_down(np.where(rounds > 0, noise_in_rounds, 0.0))
+    noise_by_round = np.where(ledger.participants, ledger.example_noise, math.inf)
+    least_noise = noise_by_round.min(axis=0, initial=math.inf)
+    noise = accountants.round_down(np.where(rounds > 0, least_noise, 0.0))
     rates = np.broadcast_to(dp_sgd.rate_table, clients)
     facts = np.stack([noise, rates, rounds])
     kinds, kind_of_client = np.unique(facts, axis=1, return_inverse=True)

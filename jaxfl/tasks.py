@@ -698,7 +698,7 @@ def auc_interval(
     *,
     level: float = 0.95,
 ) -> tuple[Float[np.ndarray, "C"], Float[np.ndarray, "C"]]:
-    r"""Return a confidence interval of the area under an ROC curve, from its numbers of examples.
+    r"""Return a confidence interval of the area under an ROC curve, from numbers of examples.
 
     The limits are the two :math:`\theta` with :math:`|A - \theta| = z \sqrt{V(\theta)}`, where
 
@@ -711,13 +711,13 @@ def auc_interval(
     of a model, nor the noise of its training.
 
     Args:
-        auc: Areas A, such as each client's "auc". NaN gives NaN.
+        auc: Areas A from 0 to 1, such as each client's "auc". NaN gives NaN.
         positive: Numbers m of test examples of the class, at least 1.
         negative: Numbers n of other test examples, at least 1.
         level: Probability with which an interval has the true area.
 
     Returns:
-        Lower and upper limits.
+        Lower and upper limits, each of the shape of the areas.
 
     Raises:
         ValueError: `level` is not in (0, 1), or a known area has no examples of a kind.

@@ -545,7 +545,7 @@ def plain(value: Any) -> Any:
 def _real(value: Any) -> int | float | None:
     """Return a value as a real number, and integers as `int`.
 
-    None stands for values that are no real numbers, for bools, and for numbers too large for a
+    None stands for values that are not real numbers, for bools, and for numbers too large for a
     float.
     """
     value = plain(value)

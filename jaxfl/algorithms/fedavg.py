@@ -195,11 +195,14 @@ def dp_fedavg(
     r"""Build DP-FedAvg: clipped updates, Gaussian noise on their sum, and a fixed denominator.
 
     .. math:: \theta \leftarrow \theta + \frac{\eta_g}{q N}
-        \Big( \sum_{i \in \Omega_t} \mathrm{clip}_C(\Delta_i) + N(0, z^2 C^2 I) \Big)
+        \Big( \sum_{i \in \Omega_t} \mathrm{clip}_C(\Delta_i) + \mathcal{N}(0, z^2 C^2 I) \Big)
+
+    There are N clients, of whom q N are expected in a round.
 
     Args:
         model: The network.
-        clip: C, the L2 bound on a client's full update. Infinity clips nothing.
+        clip: C, the L2 bound on a client's full update. Infinity clips nothing, and allows no
+            noise.
         noise_multiplier: z, the standard deviation of the noise on the sum, divided by C (see
             `jaxfl.privacy.calibrate`).
         sampling: The sampler, which draws the participants of each round.
@@ -215,6 +218,9 @@ def dp_fedavg(
     Guarantee: Client-level privacy under zero-out adjacency, for the observer of sums and
         broadcasts. The clipped sum has sensitivity C.
     References: McMahan et al. 2018 (arXiv:1710.06963).
+
+    Raises:
+        ValueError: The clip bound is infinite, and there is noise.
 
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Poisson

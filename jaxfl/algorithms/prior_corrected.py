@@ -326,7 +326,7 @@ def classes_of(argument: str, model: Model) -> int:
 
 
 def class_counts(data: ClientData, classes: int) -> Float[Array, "K"]:
-    """Count the examples of each class that a client has."""
+    """Return how many examples of each class a client has, padding not counted."""
     positions = jnp.arange(data.padded)
     _, labels = data.take(positions)
     real = positions < data.size
@@ -336,6 +336,9 @@ def class_counts(data: ClientData, classes: int) -> Float[Array, "K"]:
 
 def log_prior(data: ClientData, classes: int, smoothing: Number = 0.0) -> Float[Array, "K"]:
     """Return the logarithms of a client's shares of classes, relative to the largest share.
+
+    A class without examples has a large negative number in place of minus infinity, and a client
+    without examples has zeros.
 
     Args:
         data: The client.

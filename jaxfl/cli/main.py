@@ -80,7 +80,7 @@ def parse(words: list[str]) -> Callable[[], None]:
 
 
 def _later(command: Callable[..., None]) -> Callable[..., Callable[[], None]]:
-    """Return a function that binds the command's arguments, and does not run it yet."""
+    """Return a function that binds its arguments to the command, and does not call the command."""
 
     @functools.wraps(command)
     def bind(*given: Any, **options: Any) -> Callable[[], None]:

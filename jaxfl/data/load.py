@@ -434,7 +434,7 @@ def find_prepared(name: str, data_dir: str | os.PathLike[str] | None) -> Path:
 
 
 def _remedy(name: str, root: Path) -> str:
-    """Return the commands that prepare a copy of a dataset."""
+    """Return advice on how to prepare a copy of a dataset, with the commands."""
     builder = f"tfds.builder({name!r}, data_dir={str(root)!r}, file_format='array_record')"
     code = f"{builder}.download_and_prepare()"
     return (

@@ -267,7 +267,7 @@ def _is_frozen(value: Any) -> bool:
 
 
 def _never_changes(value: Any) -> bool:
-    """Return whether a value stays the same as long as it is the same object."""
+    """Return whether a value is known to be immutable, so that its identity stands for it."""
     if isinstance(value, jax.Array | np.dtype | np.ufunc | enum.Enum | types.BuiltinFunctionType):
         return True
     if type(value) is object:

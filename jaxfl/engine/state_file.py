@@ -192,7 +192,7 @@ class Store:
         self.files = jax.tree.unflatten(self._structure, [fields[name] for name in names])
 
     def _parts(self, ids: Int[np.ndarray, "S"]) -> list[Int[np.ndarray, "_"]]:
-        """Cut indices into parts whose rows fit in memory."""
+        """Cut indices into parts with at most about 32 MiB of rows each."""
         return np.array_split(ids, 1 + len(ids) * self.bytes_per_client // _PART_BYTES)
 
     def _check_space(self) -> None:

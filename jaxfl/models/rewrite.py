@@ -205,7 +205,8 @@ def _batch_minor(mask: Array) -> Array:
 def _by_grouping(equation: Any, inputs: Sequence[Any]) -> Array | None:
     """Return the result of a convolution or a max-pool by `jaxfl.models.kernels.plain`.
 
-    Return None for all other operations, and for convolutions that it does not cover.
+    Return None for all other operations, and for convolutions and max-pools that the module does
+    not cover.
     """
     name = equation.primitive.name
     params = equation.params
@@ -406,9 +407,10 @@ _BY_AXIS = {"slice": ("start_indices", "limit_indices", "strides"), "pad": ("pad
 
 
 def _in_place(equation: Any, inputs: Sequence[_Value], order: tuple[int, ...]) -> _Moved | None:
-    """Return the result of an operation on arrays with their axes in an order.
+    """Return the result of an operation on inputs whose axes `order` permutes.
 
-    Return None for operations that need axes as traced.
+    The result says which order its own axes have. It is None for an operation that needs its axes
+    as traced.
     """
     name = equation.primitive.name
     params = equation.params

@@ -39,12 +39,12 @@ def round_within(
 ) -> Tree:
     r"""Round `scale` times an update to integers whose L2 norm is at most `radius`.
 
-    The bound holds for every update. Rounding adds :math:`d / 12` to the squared norm of d
-    coordinates, with an error of at most a radius. An update that would exceed the radius is scaled
-    to leave room for that. If this does not suffice (if all coordinates end in .6, say), it is
-    scaled down by the worst case of rounding, :math:`\sqrt{d} / 2`. The norm that decides is summed
-    in integers, so that no float summation matters. The integers are cut to 15 bits and rounded up,
-    so that their squares fit 32 bits.
+    The bound holds for every update. Rounding adds about :math:`d / 12` to the squared norm of d
+    coordinates, with a standard deviation of about 0.6 radii. An update that would exceed the
+    radius is scaled to leave room for that and four radii. If this does not suffice (if all
+    coordinates end in .6, say), it is scaled down by the worst case of rounding,
+    :math:`\sqrt{d} / 2`. The norm that decides is summed in integers, so that no float summation
+    matters. The integers are cut to 15 bits and rounded up, so that their squares fit 32 bits.
 
     Args:
         update: Finite float32 arrays.

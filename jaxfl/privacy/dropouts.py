@@ -91,7 +91,7 @@ class Dropouts(Sampling):
 
     @property
     def period(self) -> int:
-        """Period of the inner sampler. Clients drop out anew in each of its rounds."""
+        """Period of the inner sampler. Clients drop out anew in each round of a period."""
         return self.sampling.period
 
     def sample(

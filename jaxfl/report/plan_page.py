@@ -62,7 +62,7 @@ def write_plan(plans: Sequence[Plan], path: str | os.PathLike) -> pathlib.Path:
 
 
 def _check_free(page: pathlib.Path) -> None:
-    """Require a path that is free, or that has the page of a plan."""
+    """Require that nothing is at the path, or only a page that `write_plan` wrote."""
     found = kind(page)
     if found is None:
         return

@@ -147,7 +147,7 @@ def column(rows: Sequence[MetricsRow], name: str) -> np.ndarray:
 
 
 def panels(rows: Sequence[MetricsRow], headline: str) -> dict[str, Callable[[Axes], None]]:
-    """Return functions that each draw a panel by round, by the panel's name.
+    """Return, by each panel's name, the function that draws the panel against rounds.
 
     The panels are the headline metric, and, as far as the rows have them, loss, epsilon and dropped
     updates.

@@ -247,13 +247,13 @@ def deployment_cost(
     cohorts have a fixed size. Otherwise it is estimated by its expectation,
     :math:`(1 - a_i) / a_i` for each update of client i that arrived.
 
-    `hours` needs a clock or a period. By a clock, a round lasts as long as the slowest participant
-    whose update arrived. A server that waits for clients who dropped out needs longer. Aggregation
-    and evaluations take no time, and a round without participants takes none.
+    `hours` needs a clock or a period. With a clock, a round lasts as long as the slowest
+    participant whose update arrived. A server that waits for clients who dropped out needs longer.
+    Aggregation and evaluations take no time, and a round without participants takes none.
 
     Args:
         result: Result of `simulate`, or of a point of `sweep`.
-        clock: Speeds of the clients, whose slowest participant ends a round.
+        clock: Speeds of the clients. The slowest participant ends a round.
         period: Seconds from one step of the server to the next, in place of a clock, for a server
             that waits for nobody (see `fedbuff`). Without either there are no hours.
 

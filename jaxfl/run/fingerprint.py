@@ -184,9 +184,9 @@ def differences(stored: Facts, current: Facts) -> list[str]:
 
 
 def how_to_resume(stored: Facts, current: Facts) -> str:
-    """Return how to resume the stored run, if only versions and devices differ.
+    """Return a sentence on how to resume the stored run, if only versions and devices differ.
 
-    Otherwise the text is empty.
+    The sentence is empty if anything else differs.
     """
     names = set(_differing(stored, current))
     if not names <= {*_VERSIONED_PACKAGES, "devices"}:

@@ -136,7 +136,10 @@ def _as_range(values: Sequence[float]) -> str:
 
 
 class Saver(Follower):
-    """Checkpoints at regular times, and whenever a run ends."""
+    """Writer of checkpoints after segments of rounds.
+
+    It writes one if the last one is half a minute old, and one when the run stops or finishes.
+    """
 
     def __init__(self) -> None:
         self._saved_at = time.monotonic()

@@ -212,7 +212,12 @@ def _with_dropouts(algorithm: Algorithm, settings: Settings) -> Algorithm:
 
 
 def _facts_of_method(prefix: str, algorithm: Algorithm) -> fingerprint.Facts:
-    """Return the numbers of a method's noise and statement."""
+    """Return the facts of a method's mechanism, private steps, audit and terms.
+
+    Args:
+        prefix: Text in front of each fact's code.
+        algorithm: The method.
+    """
     parts: dict[str, Any] = {"mechanism": algorithm.mechanism, "dp_sgd": algorithm.dp_sgd}
     if algorithm.audit is not None:
         parts["audit"] = algorithm.audit

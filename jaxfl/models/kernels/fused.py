@@ -476,7 +476,7 @@ def _to_weights(layer: _ConvolutionLayer, route: Array, grad: Array, x: Array) -
         zero = zeros_like(_seen(layer, x, client, 0, c, 0))
 
         def sent_from(i: Any, part: int, f: int) -> tuple[Array, Array]:
-            """Return places and gradients of a feature's windows."""
+            """Return the winning places of a part of line i, and the gradients that they get."""
             words = pl.ds(written.at((first + f) // in_word * parts + part), written.stride)
             word = route[client, i, words, :]
             columns = pl.ds(written.at((first + f) * parts + part), written.stride)

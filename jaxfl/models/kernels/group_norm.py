@@ -84,7 +84,7 @@ normalize.defvjp(_forward, _backward)
 
 
 def _as_rows(x: Array) -> Array:
-    """Return x (c, h, w, n) as rows (c, h, w n)."""
+    """Return x (c, h, w, n) in the shape (c, h, w * n)."""
     return x.reshape(*x.shape[:2], -1)
 
 

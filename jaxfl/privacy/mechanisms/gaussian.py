@@ -372,10 +372,10 @@ class Mechanism:
         return topped_up(Ledger(turns, noise, weights, multiplier, multiplier))
 
     def error(self, rounds: int) -> float:
-        r"""Return the root mean square of the noise in the prefix sums of a run, over z C.
+        r"""Return the root mean square of the noise in the prefix sums of a run.
 
-        It is :math:`\sqrt{(T + 1) / 2}` for independent noise. A mechanism of your own whose noise
-        depends on earlier rounds returns its own.
+        Its unit is z C times the largest weight. It is :math:`\sqrt{(T + 1) / 2}` for independent
+        noise. A mechanism of your own whose noise depends on earlier rounds overrides this.
 
         Args:
             rounds: T, the number of rounds.

@@ -131,10 +131,13 @@ class Skellam(Mechanism):
             )
 
     def least_shares(self, clients: int) -> int:
-        """Return n, the number of shares on which the noise counts.
+        """Return n, the least number of shares that may arrive for the noise to be complete.
 
         Args:
             clients: Number of clients.
+
+        Raises:
+            ValueError: The sampler or the dropout is a number of a sweep.
         """
         expected = self.sampling.drawn(clients)
         if traced(expected) or traced(self.dropout):

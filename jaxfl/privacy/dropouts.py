@@ -36,19 +36,28 @@ class Dropouts(Sampling):
 
     Args:
         sampling: Rule that draws the clients of each round.
-        availability: :math:`a`, a probability above 0, or one for each client `[C]`.
+        availability: :math:`a`, a probability above 0, or one for each client `[C]`. It multiplies
+            that of a sampler which has dropouts already.
 
     Guarantee: The epsilon counts every drawn client as one that returns, so that it is an upper
         bound. Fix who is available in which round, which must depend neither on data nor on the
-        draws. In a round without it, a client adds nothing. The sums are then those of the inner
-        sampler after post-processing: the client's part is replaced by zero, as in the neighbouring
-        run. The noise must not depend on who returns. The server's noise does not. If clients add
-        noise, a client counts on the larger of the server's noise and its own, because all others
-        may drop out, and nothing is amplified. `Skellam` counts the shares that each round had.
+        draws. A client adds nothing in a round in which it is not available. The sums are then
+        those of the inner sampler after post-processing: the client's part is replaced by zero, as
+        in the neighbouring run. The noise must not depend on who returns. The server's noise does
+        not. If clients add noise, a client counts on the larger of the server's noise and its own,
+        because all others may drop out, and nothing is amplified. `Skellam` counts the shares that
+        each round had.
     """
 
     sampling: Sampling
     availability: float | Float[np.ndarray, "C"]
+
+    def __post_init__(self) -> None:
+        inner = self.sampling
+        if isinstance(inner, Dropouts):
+            # Two layers would throw the same coins. One with the product has the law of both.
+            object.__setattr__(self, "sampling", inner.sampling)
+            object.__setattr__(self, "availability", inner.availability * self.availability)
 
     def expected(self, clients: int) -> float:
         """Return the mean number of clients whose updates arrive."""

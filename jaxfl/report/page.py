@@ -74,7 +74,8 @@ def write_report(
 
     Raises:
         ValueError: The folder holds no run, no sweep and no comparison. Or a column does not have
-            one value for each client, or the folder has no scores by client.
+            one value for each client, or has the name of one of the run's own, or the folder has
+            no scores by client.
         TypeError: A column has another type.
     """
     own_columns: dict[str, Any] = dict(columns or {})
@@ -307,13 +308,20 @@ def _client_scores(
     scores = {name: values[-1] for name, values in arrays.items() if np.ndim(values) == 2}
     tested = arrays["test_size"] > 0
     values = np.where(tested, scores[headline], np.nan)
-    columns: dict[str, Any] = {"client": np.arange(len(values)), **own_columns, **scores}
-    columns["test examples"] = arrays["test_size"]
-    columns["rounds"] = arrays.get("participations")
+    of_run: dict[str, Any] = {**scores, "test examples": arrays["test_size"]}
+    of_run["rounds"] = arrays.get("participations")
     for name, seen in statement.get("honest", {}).items():
         epsilons = seen["pld"].get("per_client", {}).get("values")
-        columns[f"ε ({name})"] = arrays.get(f"epsilon_{name}_pld", epsilons)
-    columns["ε (example)"] = arrays.get("epsilon_examples_pld")
+        of_run[f"ε ({name})"] = arrays.get(f"epsilon_{name}_pld", epsilons)
+    of_run["ε (example)"] = arrays.get("epsilon_examples_pld")
+    reserved = {"client", *of_run}
+    for name in own_columns:
+        if name in reserved:
+            raise ValueError(
+                f"columns must have other names than those of the run, {sorted(reserved)}, got "
+                f"{name!r}. Rename the column."
+            )
+    columns = {"client": np.arange(len(values)), **own_columns, **of_run}
     columns = {name: column for name, column in columns.items() if column is not None}
     # Arrays of objects hold Python's own numbers, whatever the type of a column.
     lines = np.column_stack([np.asarray(column, object) for column in columns.values()])

@@ -127,6 +127,18 @@ def test_shares_are_calibrated_for_the_drawn_clients():
         assert skellam.least_shares(50) == 8
 
 
+def test_two_layers_of_dropouts_have_the_product_of_their_probabilities():
+    own = np.linspace(0.2, 1.0, C)
+    once = Dropouts(Full(), own)
+    twice = with_dropouts(Mechanism(1.0, 2.0, sampling=once), 0.5).sampling
+    assert isinstance(twice, Dropouts)
+    assert twice.sampling == Full()
+    np.testing.assert_array_equal(twice.availability, own / 2)
+    returned = drawn(twice, KEYS["seed"], 2000).mean(axis=0)
+    assert np.all(np.abs(returned - own / 2) <= 5 * np.sqrt(own / 2 * (1 - own / 2) / 2000))
+    assert twice.expected(C) == pytest.approx(0.5 * own.sum())
+
+
 def test_an_availability_fits_the_clients():
     lossy = Mechanism(1.0, 2.0, sampling=Dropouts(Full(), np.full(3, 0.5)))
     with pytest.raises(ValueError, match=r"availability must have one probability, or .* 11 clien"):

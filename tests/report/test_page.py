@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import shutil
 from typing import Any
 
@@ -129,6 +130,9 @@ def test_columns_of_the_user_stand_beside_each_clients_score(run, tmp_path):
     for wrong in mistakes:
         with pytest.raises(TypeError, match="columns must be lists of texts or numbers by name"):
             write_report(folder, wrong)
+    for taken in ("client", "accuracy", "test examples", "rounds", "ε (aggregate)"):
+        with pytest.raises(ValueError, match=f"of the run, .*got {re.escape(repr(taken))}. Rename"):
+            write_report(folder, {taken: names})
     (folder / layout.PER_CLIENT).unlink()
     with pytest.raises(ValueError, match="each of 0 clients with scores"):
         write_report(folder, {"ward": names})

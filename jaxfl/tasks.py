@@ -87,17 +87,33 @@ class Metric(NamedTuple):
 def average(score: Loss, *, lower_is_better: bool = False) -> Metric:
     """Return the metric that is the mean of a score over a client's examples.
 
+    Args:
+        score: Function from a batch's outputs and labels to a number for each example.
+        lower_is_better: Whether a smaller mean is a better one.
+
+    Raises:
+        TypeError: The score cannot be called.
+
     >>> error = average(lambda outputs, labels: abs(outputs[:, 0] - labels), lower_is_better=True)
     >>> sums = error.sums(jnp.array([[1.0], [2.0]]), jnp.array([3.0, 2.0]), jnp.ones(2))
     >>> float(error.value(sums))
     1.0
     """
+    _require_callable("score", score)
 
     def sums(outputs: Array, labels: Array, weights: Float[Array, "B"]) -> tuple[Array, Array]:
         scores = score(outputs, labels).astype(jnp.float32)
         return _weighted(scores, weights), jnp.sum(weights)
 
     return Metric(sums, lower_is_better=lower_is_better)
+
+
+def _require_callable(name: str, function: Any) -> None:
+    if not callable(function):
+        raise TypeError(
+            f"{name} must be a function of outputs and labels, got {function!r}. "
+            "Give for instance jaxfl.tasks.cross_entropy."
+        )
 
 
 def _anything(outputs: jax.ShapeDtypeStruct, labels: np.ndarray) -> None:
@@ -144,6 +160,12 @@ class Task:
     """How a builder made the task (see `jaxfl._support.recipes`)."""
 
     def __post_init__(self) -> None:
+        _require_callable(f"task={self.name!r}: loss", self.loss)
+        if not isinstance(self.metrics, Mapping) or not self.metrics:
+            raise ValueError(
+                f"task={self.name!r}: metrics must have at least one metric by name, got "
+                f"{self.metrics!r}. Give for instance {{'error': jaxfl.tasks.average(score)}}."
+            )
         reserved = RESERVED | {"loss", "test_size", "participations"}
         for name, metric in self.metrics.items():
             where = f"task={self.name!r}: metrics[{name!r}]"
@@ -720,7 +742,8 @@ def auc_interval(
         Lower and upper limits, each of the shape of the areas.
 
     Raises:
-        ValueError: `level` is not in (0, 1), or a known area has no examples of a kind.
+        ValueError: `level` is not in (0, 1), an area is not in [0, 1], or a known area has no
+            examples of a kind.
 
     References: Newcombe 2006, "Confidence intervals for an effect size measure based on the
         Mann-Whitney statistic. Part 2" (method 5).
@@ -731,6 +754,10 @@ def auc_interval(
     """
     if not 0 < level < 1:
         raise ValueError(f"level must be in (0, 1), got {level!r}. Give for instance 0.95.")
+    if np.any((np.asarray(auc) < 0) | (np.asarray(auc) > 1)):
+        raise ValueError(
+            f"auc must have areas in [0, 1], got {auc!r}. Give for instance a client's 'auc'."
+        )
     for name, counts in (("positive", positive), ("negative", negative)):
         if np.any((np.asarray(counts) < 1) & ~np.isnan(auc)):
             raise ValueError(

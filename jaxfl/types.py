@@ -103,7 +103,7 @@ class Clients(NamedTuple):
 
     @property
     def num_clients(self) -> int:
-        """The number C of clients."""
+        """The number of clients, which is the length of axis C."""
         return len(self.train)
 
 
@@ -266,7 +266,7 @@ class Terms(NamedTuple):
     """Terms of a privacy statement besides the epsilon of the mechanism."""
 
     delta: float | None = None
-    """Failure probability. None stands for min(1e-5, 1 / (10 C)) with C clients."""
+    """Failure probability. None stands for min(1e-5, 1 / (10 n)) with n clients."""
     claim: tuple[float, str] | None = None
     """Epsilon by the paper's own rule for these numbers and this delta, and its reasoning."""
     broken: str | None = None

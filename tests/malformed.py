@@ -253,9 +253,9 @@ def of_count(least: int = 1, most: float = INF) -> Kind:
     )
 
 
-def of_fraction(zero: bool = False, one: bool = True) -> Kind:
+def of_fraction(zero: bool = False, one: bool = True, example: float = 0.5) -> Kind:
     ends = [*([0] if zero else []), *([1] if one else [])]
-    return Kind(0.5, inside(0, 1, *ends), [*SINGLES, *([1] if one else [])])
+    return Kind(example, inside(0, 1, *ends), [*SINGLES, *([1] if one else [])])
 
 
 def of_noise(axes: Collection[int] = (0, 1)) -> Kind:
@@ -314,6 +314,7 @@ KINDS: dict[str, Callable[..., Kind]] = {
     "check_callable": same(print, callable),
     "check_layers": same(("head",), no_entries, bad=["layers_3", ("none",), (3,)]),
     "check_path": same("here", lambda value: text(value) and value not in ("", "a\0b")),
+    "check_folder": same("here", lambda value: text(value) and value not in ("", "a\0b"), bad=[f"{__file__}/run"]),
     "check_key": same(KEY, either(seed, lambda value: isinstance(value, type(KEY))), bad=NO_KEYS),
     "check_one_key": same(KEY, seed, bad=NO_KEYS),
     "check_seeds": same((0,), each(whole(0), 1), bad=[[0, 0]]),

@@ -207,6 +207,7 @@ def test_intervals_have_the_true_area_as_often_as_they_say():
         (lambda: tasks.classification(class_weights=BAD), "class_weights must be .* got 'ab'"),
         (lambda: tasks.auc_interval(0.5, 1, 1, level=1), r"level must be in \(0, 1\), got 1"),
         (lambda: tasks.auc_interval(np.array([np.nan, 0.5]), np.array([0, 0]), 5), "positive must be at least 1 .* got 0"),
+        (lambda: tasks.auc_interval(np.array([1.5, 0.5]), 5, 5), r"auc must have areas in \[0, 1\], got array\(\[1.5"),
     ],
 )  # fmt: skip
 def test_numbers_of_a_task_are_checked(call, message):
@@ -321,7 +322,6 @@ def own(**changes: Any):
     [
         (own(loss=lambda o, y: jnp.mean(o)), "one loss per example"),
         (own(metrics={"error": jaxfl.Metric(lambda o, y, w: (o[:, 0], w))}), "single number"),
-        (own(metrics={}), "metrics"),
     ],
 )
 def test_a_task_of_your_own_is_checked(task, words):
@@ -345,11 +345,20 @@ ERROR = tasks.average(lambda o, y: o[:, 0])
         ({"top 5": ERROR}, "identifier, got 'top 5'"),
         ({3: ERROR}, "identifier, got 3|Type-check"),  # annotations are checked first in tests
         ({"error": lambda o, y: o[:, 0]}, "must be a Metric|Type-check"),
+        ({}, "metrics must have at least one metric by name, got {}"),
     ],
 )
 def test_metrics_are_checked_where_a_task_is_made(metrics, words):
     with pytest.raises((ValueError, TypeError), match=words):
         own(metrics=metrics)()
+
+
+def test_losses_and_scores_are_functions():
+    wrong: Any = "mse"
+    with pytest.raises(TypeError, match=r"loss must be a function of .*, got 'mse'|Type-check"):
+        tasks.Task("own", wrong, {"error": ERROR})
+    with pytest.raises(TypeError, match=r"score must be a function of .*, got 'mse'|Type-check"):
+        tasks.average(wrong)
 
 
 def test_any_identifier_is_a_name_of_a_metric_in_every_report(tmp_path):

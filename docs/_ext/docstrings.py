@@ -19,7 +19,7 @@ from sphinx.util.nodes import make_refnode
 
 _LOG = logging.getLogger(__name__)
 _LETTER = re.compile(r"^(\s+\w+: )([A-Za-z])\.")
-_SECTION = re.compile(r"^(Guarantee|Deviations from the paper|References|Source): (.+)$")
+_SECTION = re.compile(r"^(Guarantee|Deviations from the paper|References): (.+)$")
 
 
 def sections(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:

@@ -14,6 +14,7 @@ import inspect
 import math
 import numbers
 import os
+import pathlib
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
@@ -35,6 +36,8 @@ _GENERATOR = "threefry2x32"
 """Name of JAX's generator from which all random bits of a run come."""
 
 _REMEDIES = {
+    "bool": "True or False",
+    "str": "a text",
     "Model": "a model, for instance jaxfl.models.lenet()",
     "GradientTransformation": "an optimizer of optax, for instance optax.sgd(0.1), or of "
     "optax.MultiSteps its gradient_transformation()",
@@ -44,6 +47,8 @@ _REMEDIES = {
     "Sampling": "Poisson(rate), FixedSize(size) or Full() of jaxfl.privacy",
     "Mechanism": "a jaxfl.privacy.Mechanism",
     "Algorithm": "an algorithm, for instance jaxfl.algorithms.fedavg(model)",
+    "Candidate": "jaxfl.Candidate(build), where build(mechanism) returns an algorithm",
+    "Canaries": "jaxfl.privacy.Canaries(), or None for a run without an audit",
     "Clients": "clients from jaxfl.data.make_clients",
     "Dataset": "a dataset from jaxfl.data.load or from_arrays",
     "Encoder": "an encoder, for instance jaxfl.data.efficientnet_lite0()",
@@ -111,10 +116,17 @@ def check_count(name: str, value: Any, *, least: int = 1, most: int | None = Non
     )
 
 
-def check_fraction(name: str, value: Any, *, zero: bool = False, one: bool = True) -> Any:
+def check_fraction(
+    name: str, value: Any, *, zero: bool = False, one: bool = True, example: float = 0.5
+) -> Any:
     """Require a number between 0 and 1.
 
-    0 is allowed if `zero`, and 1 is allowed if `one`.
+    Args:
+        name: Name of the argument.
+        value: Its value.
+        zero: Whether 0 is allowed.
+        one: Whether 1 is allowed.
+        example: A number that the error advises.
     """
     if traced(value):
         return value
@@ -124,7 +136,8 @@ def check_fraction(name: str, value: Any, *, zero: bool = False, one: bool = Tru
     left = "[" if zero else "("
     right = "]" if one else ")"
     raise ValueError(
-        f"{name} must be a number in {left}0, 1{right}, got {show(value)}. Give for instance 0.5."
+        f"{name} must be a number in {left}0, 1{right}, got {show(value)}. "
+        f"Give for instance {example}."
     )
 
 
@@ -354,6 +367,18 @@ def check_path(name: str, value: Any) -> Any:
     return value
 
 
+def check_folder(name: str, value: Any) -> Any:
+    """Require the path of a folder that exists or can be made."""
+    path = pathlib.Path(check_path(name, value))
+    for there in (path, *path.parents):
+        if there.exists() and not there.is_dir():
+            raise ValueError(
+                f"{name} must be the path of a folder, got {show(value)}, where {str(there)!r} is "
+                "a file. Choose another folder."
+            )
+    return value
+
+
 def check_not_empty(name: str, value: Any, *, check: Check) -> Any:
     """Require at least one entry in what another check returns."""
     entries = check(name, value)
@@ -382,12 +407,12 @@ def not_empty(check: Check) -> Check:
 at_least_0 = functools.partial(check_positive, zero=True)
 up_to_infinity = functools.partial(check_positive, infinite=True)
 count_from_0 = functools.partial(check_count, least=0)
-probability = functools.partial(check_fraction, one=False)
+check_delta = functools.partial(check_fraction, one=False, example=1e-5)
 
 GAUSSIAN: dict[str, Check] = {
     "clip": up_to_infinity,
     "noise_multiplier": check_noise,
-    "delta": probability,
+    "delta": check_delta,
 }
 """Checks of the arguments that the builders with a Gaussian mechanism share."""
 

@@ -13,11 +13,11 @@ from jaxtyping import Float, Key
 
 from jaxfl._support.checks import (
     check_choice,
+    check_delta,
     check_noise,
     check_numbers,
     check_positive,
     checked,
-    probability,
     show,
     traced,
     up_to_infinity,
@@ -182,7 +182,7 @@ def _check_bounds(name: str, value: Any) -> tuple[float, ...]:
     risks=_check_risks,
     risk_bounds=_check_bounds,
     clip=up_to_infinity,
-    delta=probability,
+    delta=check_delta,
 )
 def adp_pfl(
     model: Model,
@@ -309,7 +309,7 @@ def adp_pfl(
     noise=check_noise,
     risks=_check_risks,
     clip=up_to_infinity,
-    delta=probability,
+    delta=check_delta,
     claim=up_to_infinity,
 )
 def adp_pfl_paper(

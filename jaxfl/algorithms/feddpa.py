@@ -12,10 +12,10 @@ from jaxtyping import Float, Key
 from jaxfl._support.checks import (
     GAUSSIAN,
     at_least_0,
+    check_delta,
     check_fraction,
     checked,
     nonzero,
-    probability,
     up_to_infinity,
 )
 from jaxfl.local.fisher import client_fisher, normalize_per_layer
@@ -166,7 +166,7 @@ def feddpa_paper(
     return method._replace(name="feddpa_paper", terms=Terms(delta, claimed))
 
 
-@checked(delta=probability, rate=check_fraction)
+@checked(delta=check_delta, rate=check_fraction)
 def paper_noise_multiplier(
     epsilon: float,
     *,
@@ -202,7 +202,7 @@ def paper_noise_multiplier(
     )
 
 
-@checked(delta=probability, rate=check_fraction)
+@checked(delta=check_delta, rate=check_fraction)
 def paper_epsilon(
     noise_multiplier: float,
     *,

@@ -12,11 +12,11 @@ from jaxtyping import Float, Key
 
 from jaxfl._support.checks import (
     at_least_0,
+    check_delta,
     check_numbers,
     check_positive,
     checked,
     key_of,
-    probability,
     show,
     traced,
     up_to_infinity,
@@ -49,7 +49,7 @@ def _impacts(name: str, value: Any) -> Any:
     impacts=_impacts,
     upload_epsilon=up_to_infinity,
     mu=at_least_0,
-    delta=probability,
+    delta=check_delta,
 )
 def padpfl(
     model: Model,
@@ -147,7 +147,7 @@ def padpfl(
 
 
 @checked(
-    epsilon=up_to_infinity, clip=up_to_infinity, impacts=_impacts, mu=at_least_0, delta=probability
+    epsilon=up_to_infinity, clip=up_to_infinity, impacts=_impacts, mu=at_least_0, delta=check_delta
 )
 def padpfl_paper(
     model: Model,
@@ -227,7 +227,7 @@ def padpfl_paper(
     return sends_weights(_with_inexactness(base, mu))._replace(name="padpfl_paper")
 
 
-@checked(epsilon=up_to_infinity, delta=probability)
+@checked(epsilon=up_to_infinity, delta=check_delta)
 def nbafl_noise(epsilon: Number, *, delta: float, smallest: int, times: int = 1) -> Number:
     r"""Return the std of the noise, in units of C, by the rule of PADPFL, NbAFL and PDP-FL.
 

@@ -13,10 +13,10 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxfl._support.checks import (
+    check_delta,
     check_fraction,
     check_numbers,
     checked,
-    probability,
     show,
     up_to_infinity,
 )
@@ -122,7 +122,7 @@ def _check_budgets(name: str, value: Any) -> Budgets:
     return Budgets(epsilon, level)
 
 
-@checked(budgets=_check_budgets, epsilon_max=up_to_infinity, clip=up_to_infinity, delta=probability)
+@checked(budgets=_check_budgets, epsilon_max=up_to_infinity, clip=up_to_infinity, delta=check_delta)
 def pdp_fl(
     model: Model,
     *,
@@ -208,7 +208,7 @@ def pdp_fl(
     )
 
 
-@checked(budgets=_check_budgets, epsilon_max=up_to_infinity, clip=up_to_infinity, delta=probability)
+@checked(budgets=_check_budgets, epsilon_max=up_to_infinity, clip=up_to_infinity, delta=check_delta)
 def pdp_fl_paper(
     model: Model,
     *,
@@ -313,7 +313,7 @@ def pdp_fl_paper(
     return method._replace(server_update=server_update)
 
 
-@checked(epsilon=check_numbers, rate=check_fraction, delta=probability)
+@checked(epsilon=check_numbers, rate=check_fraction, delta=check_delta)
 def personal_examples(
     epsilon: Float[np.ndarray, "C"],
     *,

@@ -13,9 +13,9 @@ from jaxtyping import Float, Key
 from jaxfl._support.checks import (
     GAUSSIAN,
     at_least_0,
+    check_delta,
     checked,
     nonzero,
-    probability,
 )
 from jaxfl.algorithms.fedavg import GradientRule, dp_fedavg, dp_fedavg_fb, keeps_models
 from jaxfl.local.penalties import proximal
@@ -181,7 +181,7 @@ def pmtl_ft(
     return base._replace(name="pmtl_ft")
 
 
-@checked(penalty_weight=at_least_0, delta=probability)
+@checked(penalty_weight=at_least_0, delta=check_delta)
 def mr_mtl(
     model: Model,
     *,

@@ -70,7 +70,7 @@ def main() -> None:
 
 def parse(words: list[str]) -> Callable[[], None]:
     """Return the command that the words of a command line ask for, without running it."""
-    commands = {name: _later(command) for name, command in _commands(words).items()}
+    commands = {name: _postponed(command) for name, command in _commands(words).items()}
     read = functools.partial(
         tyro.extras.subcommand_cli_from_dict, commands, prog="jaxfl", description=__doc__
     )
@@ -79,7 +79,7 @@ def parse(words: list[str]) -> Callable[[], None]:
     return _read_options(read, flat)
 
 
-def _later(command: Callable[..., None]) -> Callable[..., Callable[[], None]]:
+def _postponed(command: Callable[..., None]) -> Callable[..., Callable[[], None]]:
     """Return a function that binds its arguments to the command, and does not call the command."""
 
     @functools.wraps(command)

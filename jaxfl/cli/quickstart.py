@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxfl import algorithms
-from jaxfl._support.checks import check_fraction, checked, count_from_0, probability
+from jaxfl._support.checks import check_delta, check_fraction, checked, count_from_0
 from jaxfl.algorithms.feddpa import paper_epsilon
 from jaxfl.backend import compile_quickly
 from jaxfl.data import classes_per_client, load, make_clients
@@ -27,7 +27,7 @@ from jaxfl.run.simulate import simulate
 from jaxfl.types import Algorithm, Clients, Model
 
 
-@checked(delta=probability, rate=check_fraction, seed=count_from_0)
+@checked(delta=check_delta, rate=check_fraction, seed=count_from_0)
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Settings of the quickstart.

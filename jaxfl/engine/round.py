@@ -160,7 +160,7 @@ def add_participants(
         chunk: Number of clients vectorised at a time on each device.
         keys: The streams of the round.
         index: Index of the round.
-        cohort: The cohort of the round, of all C clients.
+        cohort: The cohort of the round, of all clients.
         ids: Index of each client of the population among all clients. Indices >= C are padding.
         total: The sums so far. None stands for zero.
         center: The shared state.

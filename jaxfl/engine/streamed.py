@@ -266,7 +266,7 @@ class Stream(Engine):
         test_rows = np.sum(clients.test_size, dtype=np.int64)
         rows_per_client = max(1, int(train_rows + test_rows) // clients.num_clients)
         bytes_per_client = self.store.bytes_per_client + 4 * rows_per_client
-        usual = algorithm.mechanism.sampling.usual(self.population.num_clients)
+        usual = algorithm.mechanism.sampling.usual_cohort(self.population.num_clients)
         least = (1 if chunk == "auto" else chunk) * mesh.size
         block = max(_BLOCK_BYTES // bytes_per_client, least)
         sizes = {"train": np.asarray(clients.train_size), "test": np.asarray(clients.test_size)}

@@ -26,15 +26,15 @@ def extended(
     give the outputs of the given model.
 
     Args:
-        model: the network.
-        entry: the name of the entry among the parameters.
-        start: a function of the key of the parameters that returns a first entry. Only its shapes
+        model: The network.
+        entry: Name of the entry among the parameters.
+        start: Function of the key of the parameters that returns a first entry. Only its shapes
             matter.
-        change: a function of the entry, the given model's outputs, and their inputs that returns
+        change: Function of the entry, the given model's outputs, and their inputs that returns
             new outputs. The inputs are a prepared batch or, for `classify`, its features.
 
     Raises:
-        ValueError: the parameters already have an entry of this name.
+        ValueError: The parameters already have an entry of this name.
     """
     if entry in jax.eval_shape(lambda: model.init(key_of(0))):
         raise ValueError(
@@ -78,7 +78,7 @@ def outputs_of(model: Model) -> Any:
     """Return shape and type of a model's outputs for a batch of 2.
 
     Raises:
-        ValueError: the model has no `input_shape`, or does not take a batch of that shape.
+        ValueError: The model has no `input_shape`, or does not take a batch of that shape.
     """
     if model.input_shape is None:
         raise ValueError(

@@ -49,8 +49,8 @@ def given(own: Tree, arrays: Tree) -> Iterator[None]:
     would be compiled into the program, at several times their memory, and stay in it.
 
     Args:
-        own: the frozen weights (`Model.frozen`).
-        arrays: the substitutes, a tree of the same structure.
+        own: Frozen weights (`Model.frozen`).
+        arrays: Substitutes, a tree of the same structure.
     """
     if not jax.tree.leaves(own):
         # Programs without frozen weights share what JAX has traced of its own functions.
@@ -83,12 +83,12 @@ def frozen(model: Model, params: Params, *, train: Sequence[str] | None = None) 
     must consent, because no epsilon covers the data that they were trained on.
 
     Args:
-        model: the network.
-        params: the weights of all its layers. Layers that train start from them.
-        train: the names of the layers that train. The default is the head.
+        model: The network.
+        params: Weights of all its layers. Layers that train start from them.
+        train: Names of the layers that train. The default is the head.
 
     Raises:
-        ValueError: the weights do not have the model's shapes, the model has frozen weights
+        ValueError: The weights do not have the model's shapes, the model has frozen weights
             already, a layer does not exist, or no layer would train.
 
     >>> from jaxfl.models import mlp
@@ -117,11 +117,11 @@ def rebuilt(
     """Return a model with other parameters, and with frozen weights.
 
     Args:
-        model: the network.
-        kind: the suffix of the new model's name.
-        start: the new model's parameters at the start, by the names of layers of the model.
-        fixed: the new model's frozen weights.
-        network: a function that turns each of the model's functions, of parameters and inputs, into
+        model: The network.
+        kind: Suffix of the new model's name.
+        start: The new model's parameters at the start, by the names of layers of the model.
+        fixed: The new model's frozen weights.
+        network: Function that turns each of the model's functions, of parameters and inputs, into
             one of new parameters, frozen weights and inputs.
     """
 
@@ -158,7 +158,7 @@ def check_params(model: Model, params: Any) -> Params:
     """Return weights as JAX arrays, and require the shapes of a model's parameters.
 
     Raises:
-        ValueError: the weights have other shapes, or the model has frozen weights already.
+        ValueError: The weights have other shapes, or the model has frozen weights already.
     """
     if model.frozen:
         raise ValueError(
@@ -185,7 +185,7 @@ def layers_of(model: Model, train: Sequence[str] | None) -> tuple[str, ...]:
     """Return the names of the layers that train, by default those of the head.
 
     Raises:
-        ValueError: the model has no layer of a given name.
+        ValueError: The model has no layer of a given name.
     """
     names = model.head if train is None else tuple(train)
     if unknown := [name for name in names if name not in model.layers]:

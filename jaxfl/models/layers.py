@@ -70,7 +70,7 @@ def as_floats(inputs: Shaped[Array, "B ..."]) -> Float[Array, "B ..."]:
     """Scale bytes to (x / 255 - 0.5) / 0.5, and return floating numbers as float32.
 
     Raises:
-        TypeError: the inputs are neither bytes nor floating numbers.
+        TypeError: The inputs are neither bytes nor floating numbers.
     """
     if inputs.dtype == jnp.uint8:
         return inputs.astype(jnp.float32) * (2 / 255) - 1
@@ -100,21 +100,21 @@ class Convolution(nn.Module):
     The pool has stride 2, and the first maximum of a window wins.
 
     Args:
-        features: the number of output channels.
-        size: the side k of the kernel (k, k, channels, features), in pixels.
-        padding: the number of zeros on each side.
-        relu: whether to apply ReLU.
-        pool: whether to pool. A last odd row or column is dropped.
+        features: Number of output channels.
+        size: Side k of the kernel (k, k, channels, features), in pixels.
+        padding: Number of zeros on each side.
+        relu: Whether to apply ReLU.
+        pool: Whether to pool. A last odd row or column is dropped.
         stride: 1, or 2 without pooling.
-        bias: whether to add a bias.
-        pairs: whether the input has pairs of neighbouring columns as channels, which
+        bias: Whether to add a bias.
+        pairs: Whether the input has pairs of neighbouring columns as channels, which
             `kernels.convolution.to_pairs` makes. Pairs need the form "winograd" or "im2col", an odd
             `size`, no padding, and pooling.
-        parts: the number of groups into which a fused layer sorts its pooled columns, by the
+        parts: Number of groups into which a fused layer sorts its pooled columns, by the
             remainder of their index. The next fused layer reads them in that order (see
             `kernels.fused.convolve_pooled`). 1 keeps the columns' order.
-        form: how the layer is computed (see the module's docstring).
-        sum_grad_squared: whether gradients are sums of squared per-example gradients (see the
+        form: How the layer is computed (see the module's docstring).
+        sum_grad_squared: Whether gradients are sums of squared per-example gradients (see the
             module's docstring).
     """
 
@@ -220,10 +220,10 @@ class Dense(nn.Module):
     factor can be nine times slower.
 
     Args:
-        features: the number of outputs.
-        sum_grad_squared: whether gradients are sums of squared per-example gradients (see the
+        features: Number of outputs.
+        sum_grad_squared: Whether gradients are sums of squared per-example gradients (see the
             module's docstring). A per-example gradient has rank one, so W gets (x^2)^T (dy^2).
-        ghost_norms: whether there is a further parameter `probe` [B]. Its gradient is each
+        ghost_norms: Whether there is a further parameter `probe` [B]. Its gradient is each
             example's squared gradient norm, (|x|^2 + 1) |dy|^2, and other parameters get zeros.
     """
 
@@ -270,7 +270,7 @@ class FirstAxisDense(nn.Module):
     """A dense layer over the first axis of three, for feature-major activations.
 
     Args:
-        features: the number of outputs.
+        features: Number of outputs.
     """
 
     features: int
@@ -292,11 +292,11 @@ class GroupNorm(nn.Module):
     Moments are per example and group of channels.
 
     Args:
-        groups: the number of groups of consecutive channels, a divisor of the number of channels.
-        epsilon: the number that is added to the variance.
-        relu: whether to apply ReLU, after a shortcut is added.
-        form: how the layer is computed (see the module's docstring).
-        sum_grad_squared: whether gradients are sums of squared per-example gradients (see the
+        groups: Number of groups of consecutive channels, a divisor of the number of channels.
+        epsilon: Number that is added to the variance.
+        relu: Whether to apply ReLU, after a shortcut is added.
+        form: How the layer is computed (see the module's docstring).
+        sum_grad_squared: Whether gradients are sums of squared per-example gradients (see the
             module's docstring).
 
     References:

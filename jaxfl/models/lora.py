@@ -80,17 +80,17 @@ def lora(
     trained A would add. Vectorised clients share the products x W and x A.
 
     Args:
-        model: a network of Flax linen, from the zoo or from `from_flax`.
-        params: the network's weights, for instance pretrained ones.
+        model: Network of Flax linen, from the zoo or from `from_flax`.
+        params: The network's weights, for instance pretrained ones.
         rank: r, the rank of every adapter.
-        where: names of the layers that get an adapter, such as ("query", "value"). A name may be
+        where: Names of the layers that get an adapter, such as ("query", "value"). A name may be
             anywhere in a layer's path. The default is all dense layers (`nn.Dense`,
             `nn.DenseGeneral` and those of the zoo, attention included) except those of `train`.
-        alpha: the strength of the adapters. The default is r, which adds them without a factor.
-        train: names of the top-level layers that train in full, from the given weights. The default
+        alpha: Strength of the adapters. The default is r, which adds them without a factor.
+        train: Names of the top-level layers that train in full, from the given weights. The default
             is the head.
-        train_a: whether A is trained too.
-        seed: the public seed of A.
+        train_a: Whether A is trained too.
+        seed: Public seed of A.
 
     Guarantee: the method's, for adapters and layers of `train`. No epsilon covers the data that the
         frozen weights were trained on. A follows from the seed and reveals nothing.
@@ -99,7 +99,7 @@ def lora(
         al., Improving LoRA in Privacy-preserving Federated Learning, ICLR 2024 (FFA-LoRA).
 
     Raises:
-        ValueError: the weights do not have the model's shapes, or the model takes no batch of its
+        ValueError: The weights do not have the model's shapes, or the model takes no batch of its
             `input_shape`. A name of `where` is in no dense layer's path, or a layer of `train` does
             not exist. No dense layer would be adapted.
 

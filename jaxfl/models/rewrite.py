@@ -37,7 +37,7 @@ def in_form(function: Callable[..., Any], form: Form | None) -> Callable[..., An
     """Return a function with the same values, up to rounding, whose convolutions are in a form.
 
     Args:
-        function: a function of pytrees of arrays.
+        function: Function of pytrees of arrays.
         form: one of `FORMS` (see `jaxfl.models.layers`), for convolutions and pooling. Any other
             form evaluates the function as it is. None takes the form of the backend.
     """
@@ -130,7 +130,7 @@ def _apply(equation: Any, inputs: list[_Value], form: Form) -> Sequence[_Value]:
     inputs = [_forced(value) for value in inputs]
     orders = [value.order for value in inputs if isinstance(value, _Moved)]
     if orders:
-        moved = _in_place(equation, inputs, orders[0])
+        moved = _in_same_order(equation, inputs, orders[0])
         if moved is not None:
             return [moved]
     arrays = [_array(value) for value in inputs]
@@ -406,7 +406,9 @@ _BY_AXIS = {"slice": ("start_indices", "limit_indices", "strides"), "pad": ("pad
 """Operations with parameters that have an entry for each axis, and the names of these."""
 
 
-def _in_place(equation: Any, inputs: Sequence[_Value], order: tuple[int, ...]) -> _Moved | None:
+def _in_same_order(
+    equation: Any, inputs: Sequence[_Value], order: tuple[int, ...]
+) -> _Moved | None:
     """Return the result of an operation on inputs whose axes `order` permutes.
 
     The result says which order its own axes have. It is None for an operation that needs its axes
@@ -454,9 +456,9 @@ def _split_axes(x: Array, order: tuple[int, ...], sizes: Sequence[int]) -> _Move
     Return None for any other reshape.
 
     Args:
-        x: the array, with its axes in an order.
-        order: the order.
-        sizes: the new shape, with axes as traced.
+        x: Array, with its axes in an order.
+        order: The order.
+        sizes: New shape, with axes as traced.
     """
     parts = []
     left = list(enumerate(sizes))

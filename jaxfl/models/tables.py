@@ -37,9 +37,9 @@ def check_table_rows(name: str, model: Model, inputs: Shaped[Array | np.ndarray,
     """Require inputs that index a model's table to be whole numbers that lie in the table.
 
     Args:
-        name: the name of the inputs, for errors.
-        model: the model, which knows the size of its table.
-        inputs: the examples, which may be a file that is larger than memory.
+        name: Name of the inputs, for errors.
+        model: Model, which knows the size of its table.
+        inputs: Examples, which may be a file that is larger than memory.
     """
     if model.vocabulary is None:
         return
@@ -62,8 +62,8 @@ def _follow(program: core.Jaxpr, origins: Sequence[_Origin]) -> tuple[list[int],
     """Return the tables that a program indexes by its inputs, and the origins of its results.
 
     Args:
-        program: the traced program.
-        origins: the origin of each of its inputs.
+        program: Traced program.
+        origins: Origin of each of its inputs.
     """
     tables: list[int] = []
     known: dict[core.Var, _Origin] = dict(zip(program.invars, origins))

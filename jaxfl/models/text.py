@@ -46,9 +46,9 @@ def gru(
         vocabulary: V, the number of different tokens.
         length: L, the number of tokens in an example.
         outputs: K, the number of outputs. The default is V.
-        embedding: the size of an embedding.
-        width: the size of the state.
-        every: whether every position predicts the next token. False gives one prediction after the
+        embedding: Size of an embedding.
+        width: Size of the state.
+        every: Whether every position predicts the next token. False gives one prediction after the
             last token, for a classification.
 
     >>> gru().layers, sum(a.size for a in jax.tree.leaves(gru().init(jax.random.key(0))))
@@ -81,10 +81,10 @@ def transformer(
         vocabulary: V, the number of different tokens.
         length: L, the number of tokens in an example.
         outputs: K, the number of outputs. The default is V.
-        width: the size of an embedding. The hidden layer of a block is four times as wide.
-        blocks: the number of blocks, each of which is a layer of the model.
-        heads: the number of attention heads in a block, a divisor of `width`.
-        every: whether every position predicts the next token. False gives one prediction after the
+        width: Size of an embedding. The hidden layer of a block is four times as wide.
+        blocks: Number of blocks, each of which is a layer of the model.
+        heads: Number of attention heads in a block, a divisor of `width`.
+        every: Whether every position predicts the next token. False gives one prediction after the
             last token, for a classification.
 
     Raises:

@@ -20,13 +20,13 @@ def with_weights(model: Model, params: Params) -> Model:
     No epsilon covers the data on which the weights were trained.
 
     Args:
-        model: the network.
-        params: the weights of all its layers, as `model.init` returns them. A kernel of Flax has
+        model: The network.
+        params: Weights of all its layers, as `model.init` returns them. A kernel of Flax has
             axes (height, width, inputs, outputs) if it is a convolution's, and (inputs, outputs) if
             it is a dense layer's. Kernels of PyTorch have other orders.
 
     Raises:
-        ValueError: the weights do not have the model's shapes, or are not finite. The model has
+        ValueError: The weights do not have the model's shapes, or are not finite. The model has
             frozen weights already.
 
     >>> from jaxfl.models import mlp

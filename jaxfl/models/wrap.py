@@ -58,24 +58,24 @@ def from_flax(
     these draw.
 
     Args:
-        module: the module. It has no batch statistics, and no collections other than `params`.
-        input_shape: the shape of one example.
-        head: the names of the top-level layers that form the head. The default is the last one.
-        name: the model's name in reports. The default is the module's class.
-        prepare: a function from a stored batch to the module's input, for instance
+        module: The module. It has no batch statistics, and no collections other than `params`.
+        input_shape: Shape of one example.
+        head: Names of the top-level layers that form the head. The default is the last one.
+        name: Name of the model in reports. The default is the module's class.
+        prepare: Function from a stored batch to the module's input, for instance
             `lambda x: x.astype(jnp.int32)` for tokens that are stored as bytes.
-        task: the task of the outputs (see `jaxfl.tasks`).
-        form: the form of convolutions and pooling (see `jaxfl.models.layers`). "winograd" suits
+        task: Task of the outputs (see `jaxfl.tasks`).
+        form: Form of convolutions and pooling (see `jaxfl.models.layers`). "winograd" suits
             CPUs, where it is many times as fast. On GPUs "im2col" suits networks that pool, and
             "grouped" suits residual networks with square kernels. Any other form evaluates the
             module as it is. The default is "winograd" on a CPU, "im2col" on a GPU, and "lax" on a
             TPU.
-        vocabulary: the number of rows of the table that the inputs index. A run raises for inputs
+        vocabulary: Number of rows of the table that the inputs index. A run raises for inputs
             outside [0, vocabulary). The default is the size of the table that the traced program
             indexes by its unchanged inputs, if there is one.
 
     Raises:
-        ValueError: the module does not take a batch of this shape, or does not return [B, ...]. It
+        ValueError: The module does not take a batch of this shape, or does not return [B, ...]. It
             has no parameters, keeps more than parameters, or draws in evaluation. It has no layer
             of a name in `head`.
 
@@ -140,22 +140,22 @@ def from_nnx(
     the scaling of bytes, and for the methods `extract` and `classify`.
 
     Args:
-        module: a function of `nnx.Rngs`, such as `lambda rngs: Net(10, rngs=rngs)`, whose
+        module: Function of `nnx.Rngs`, such as `lambda rngs: Net(10, rngs=rngs)`, whose
             parameters a run draws from its key. Or an instance, whose own parameters start every
             run. It has no variables other than `nnx.Param`.
-        input_shape: the shape of one example.
-        head: the names of the layers that form the head. The default is the last one.
-        name: the model's name in reports. The default is the module's class.
-        prepare: a function from a stored batch to the module's input. The default scales bytes to
+        input_shape: Shape of one example.
+        head: Names of the layers that form the head. The default is the last one.
+        name: Name of the model in reports. The default is the module's class.
+        prepare: Function from a stored batch to the module's input. The default scales bytes to
             [-1, 1].
-        task: the task of the outputs (see `jaxfl.tasks`).
-        form: the form of convolutions and pooling (see `from_flax`). The default suits the devices.
-        vocabulary: the number of rows of the table that the inputs index. The default is found in
+        task: Task of the outputs (see `jaxfl.tasks`).
+        form: Form of convolutions and pooling (see `from_flax`). The default suits the devices.
+        vocabulary: Number of rows of the table that the inputs index. The default is found in
             the traced program (see `from_flax`).
 
     Raises:
-        TypeError: the function returns no `nnx.Module`.
-        ValueError: the module does not take a batch of this shape, or does not return [B, ...]. It
+        TypeError: The function returns no `nnx.Module`.
+        ValueError: The module does not take a batch of this shape, or does not return [B, ...]. It
             has no parameters, keeps more than parameters, or draws in evaluation. It has no layer
             of a name in `head`.
 
@@ -334,7 +334,7 @@ def with_either(look: Callable[[Any], T]) -> tuple[Any, T]:
     The dtypes are float32, and int32 for embeddings of tokens.
 
     Args:
-        look: a function of the dtype.
+        look: Function of the dtype.
 
     Raises:
         ExceptionGroup: the function raises for both dtypes.
@@ -354,9 +354,9 @@ def _first_taken(
     """Return a module's input dtype, its traced program, and shapes of its variables and outputs.
 
     Args:
-        made: a function of a key and inputs that returns variables and outputs.
-        kind: the name of the module's class, for errors.
-        input_shape: the shape of one example.
+        made: Function of a key and inputs that returns variables and outputs.
+        kind: Name of the module's class, for errors.
+        input_shape: Shape of one example.
     """
 
     def trace(dtype: Any) -> tuple[core.ClosedJaxpr, Any]:

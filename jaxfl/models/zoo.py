@@ -179,10 +179,10 @@ def mlp(
     """Return a multilayer perceptron with ReLU.
 
     Args:
-        input_shape: the shape of an example, (H, W, C) of pictures or (F,) of vectors such as
+        input_shape: Shape of an example, (H, W, C) of pictures or (F,) of vectors such as
             features.
-        classes: the number of logits.
-        hidden: the widths of the hidden layers. An empty sequence gives a linear model.
+        classes: Number of logits.
+        hidden: Widths of the hidden layers. An empty sequence gives a linear model.
 
     >>> model = mlp(hidden=(200, 200))
     >>> model.layers, model.head
@@ -210,9 +210,9 @@ def lenet(input_shape: Shape = (32, 32, 3), classes: int = 10, form: Form | None
     parameters for 32x32x3 and 44,426 for 28x28x1 with 10 classes.
 
     Args:
-        input_shape: the shape (H, W, C) of an example.
-        classes: the number of logits.
-        form: the form of convolutions (see `jaxfl.models.layers`). The default is the best for the
+        input_shape: Shape (H, W, C) of an example.
+        classes: Number of logits.
+        form: Form of convolutions (see `jaxfl.models.layers`). The default is the best for the
             devices of a run. "lax" supports forward-mode differentiation.
 
     >>> sum(a.size for a in jax.tree.leaves(lenet().init(jax.random.key(0))))
@@ -232,10 +232,10 @@ def lenet_groupnorm(
     Its features have the same scale for any weights. Convolutions have no bias.
 
     Args:
-        input_shape: the shape (H, W, C) of an example.
-        classes: the number of logits.
-        groups: the number of groups of GroupNorm, 1 or 2.
-        form: the form of convolutions (see `lenet`). The default is the best for the devices of a
+        input_shape: Shape (H, W, C) of an example.
+        classes: Number of logits.
+        groups: Number of groups of GroupNorm, 1 or 2.
+        form: Form of convolutions (see `lenet`). The default is the best for the devices of a
             run.
 
     >>> lenet_groupnorm().layers[:4]
@@ -275,10 +275,10 @@ def feddpa_cnn(
       (ReLU, pool) channels, then dense layers of widths 128 (no ReLU) and `classes`.
 
     Args:
-        dataset: the name of the dataset.
-        classes: the number of logits. The default is the dataset's number of classes: 10, 100 for
+        dataset: Name of the dataset.
+        classes: Number of logits. The default is the dataset's number of classes: 10, 100 for
             cifar100, 62 for emnist and femnist.
-        form: the form of convolutions (see `lenet`). The default is the best for the devices of a
+        form: Form of convolutions (see `lenet`). The default is the best for the devices of a
             run.
 
     Deviations from the paper: the published networks name dropout layers, and this one has none.
@@ -312,9 +312,9 @@ def digits_cnn(
     The convolutions have 8 and 16 channels, padding 1, ReLU and 2x2 max-pool.
 
     Args:
-        input_shape: the shape (H, W, C) of an example.
-        classes: the number of logits.
-        form: the form of convolutions (see `lenet`). The default is the best for the devices of a
+        input_shape: Shape (H, W, C) of an example.
+        classes: Number of logits.
+        form: Form of convolutions (see `lenet`). The default is the best for the devices of a
             run.
     """
     convolutions = [{"features": n, "size": 3, "padding": 1} for n in (8, 16)]
@@ -332,11 +332,11 @@ def resnet20(
     269,072 parameters without the head, for 3 channels. The mean is over pixels.
 
     Args:
-        input_shape: the shape (H, W, C) of an example.
-        classes: the number of logits.
-        groups: the number of groups of GroupNorm, a divisor of 16. GroupNorm replaces BatchNorm,
+        input_shape: Shape (H, W, C) of an example.
+        classes: Number of logits.
+        groups: Number of groups of GroupNorm, a divisor of 16. GroupNorm replaces BatchNorm,
             whose running statistics would leave a client unclipped.
-        form: the form of convolutions (see `lenet`). The default is the best for the devices of a
+        form: Form of convolutions (see `lenet`). The default is the best for the devices of a
             run.
 
     References:
@@ -362,8 +362,8 @@ def build(name: str, input_shape: tuple[int, ...], classes: int) -> Model:
 
     Args:
         name: "mlp", "lenet", "lenet_groupnorm", "feddpa_cnn", "digits_cnn" or "resnet20".
-        input_shape: the shape (H, W, C) of an example. "mlp" also takes (F,), of F numbers.
-        classes: the number of logits.
+        input_shape: Shape (H, W, C) of an example. "mlp" also takes (F,), of F numbers.
+        classes: Number of logits.
 
     >>> build("lenet", (28, 28, 1), 10).name
     'lenet'
@@ -451,16 +451,16 @@ def _model_by_form(
     """Return a model of networks that depend on the form.
 
     Args:
-        name: the model's name.
-        network: a function of the form, and of whether gradients are sums of squares, that returns
+        name: Name of the model.
+        network: Function of the form, and of whether gradients are sums of squares, that returns
             a module.
-        layout: a function of the form and a stored batch that returns the module's input.
-        shape: the shape of an example.
-        form: the form of convolutions. The default is that of the devices of a run.
-        kind: the kind of network, for the default form.
+        layout: Function of the form and a stored batch that returns the module's input.
+        shape: Shape of an example.
+        form: Form of convolutions. The default is that of the devices of a run.
+        kind: Kind of network, for the default form.
 
     Raises:
-        ValueError: a layer gets no input for this shape.
+        ValueError: A layer gets no input for this shape.
     """
 
     def chosen() -> Form:

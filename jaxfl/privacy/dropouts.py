@@ -85,9 +85,9 @@ class Dropouts(Sampling):
         """Mean availability of the clients."""
         return float(np.mean(self.availability))
 
-    def usual(self, clients: int) -> float:
+    def usual_cohort(self, clients: int) -> float:
         """Return a number of drawn clients that is rarely exceeded."""
-        return self.sampling.usual(clients)
+        return self.sampling.usual_cohort(clients)
 
     def most(self, clients: int) -> int:
         """Return the largest number of drawn clients."""

@@ -103,7 +103,7 @@ class Sampling:
         """Return how many clients were drawn in each round, of whom these arrived."""
         return arrived.sum(axis=1).astype(float)
 
-    def usual(self, clients: int) -> float:
+    def usual_cohort(self, clients: int) -> float:
         """Return a number of participants that is rarely exceeded."""
         return self.expected(clients)
 
@@ -201,7 +201,7 @@ class Poisson(Sampling):
         """Return the mean number of participants."""
         return self.rate * clients
 
-    def usual(self, clients: int) -> float:
+    def usual_cohort(self, clients: int) -> float:
         """Return a size that few cohorts exceed, six standard deviations above the mean."""
         expected = self.expected(clients)
         return expected + 6 * math.sqrt(expected)
@@ -354,9 +354,9 @@ class CyclicPoisson(Sampling):
         """Return the mean number of participants."""
         return self.rate * clients
 
-    def usual(self, clients: int) -> float:
+    def usual_cohort(self, clients: int) -> float:
         """Return a size that few cohorts exceed, six standard deviations above the mean."""
-        return Poisson(self.rate).usual(clients)
+        return Poisson(self.rate).usual_cohort(clients)
 
     def most(self, clients: int) -> int:
         """Return the size of the largest group."""
@@ -503,9 +503,9 @@ class BallsInBins(Sampling):
         """Return the mean number of participants."""
         return clients / self.bins
 
-    def usual(self, clients: int) -> float:
+    def usual_cohort(self, clients: int) -> float:
         """Return a size that few cohorts exceed, six standard deviations above the mean."""
-        return Poisson(1 / self.bins).usual(clients)
+        return Poisson(1 / self.bins).usual_cohort(clients)
 
     def most(self, clients: int) -> int:
         """Return the number of clients."""
@@ -700,19 +700,19 @@ def _sampled_view(noise: SumNoise, rate: float) -> View:
     steady = _most(noise.clients_add, noise.clients, noise.clients) <= noise.floor * (1 + ROUNDING)
     hidden = steady & (least.min(axis=1) > 0) & noise.hides_cohort
     theorem = f"Poisson-sampled Gaussian, rate {rate:g}, {noise.adjacency}"
-    silent = "no noise on the sum"
+    why_infinite = "no noise on the sum"
     if not hidden.all():
         why = "the denominator shows the cohort"
         if noise.hides_cohort:
             why = "the clients' noise can exceed the floor"
         rest = f"; {theorem} in {int(hidden.sum())} other rounds" if hidden.any() else ""
         theorem = f"Gaussian without amplification, {noise.adjacency}, because {why}{rest}"
-        silent = (
+        why_infinite = (
             "no noise on the sum: under Poisson sampling a client can count only on the server's "
             "noise and its own"
         )
     ratio = multiplier(least, noise.weights)
-    return View(ratio, hidden, float(rate), theorem, silent, noise.replaced)
+    return View(ratio, hidden, float(rate), theorem, why_infinite, noise.replaced)
 
 
 def _cohort_view(noise: SumNoise, size: int) -> View:

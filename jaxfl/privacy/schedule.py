@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from jaxfl._support.checks import at_least_0, check_fraction, check_numbers, checked, probability
+from jaxfl._support.checks import at_least_0, check_delta, check_fraction, check_numbers, checked
 from jaxfl._support.lazy import dp_accounting
 from jaxfl.privacy.accounting.accountants import Accountant, failure_probability
 from jaxfl.privacy.accounting.calibration import calibrate
@@ -85,7 +85,7 @@ def client_shares(risks: Float[Array | np.ndarray, "C"]) -> Float[Array, "C"]:
     return jnp.where(known, least / jnp.where(known, risks, 1.0), 1.0)
 
 
-@checked(budgets=check_numbers, delta=probability)
+@checked(budgets=check_numbers, delta=check_delta)
 def round_noise(
     budgets: Float[np.ndarray, "T"],
     epsilon: float,
@@ -133,7 +133,7 @@ class ClientNoise(NamedTuple):
     budgets=check_numbers,
     participation=check_fraction,
     release_share=functools.partial(check_fraction, zero=True, one=False),
-    delta=probability,
+    delta=check_delta,
 )
 def client_noise(
     budgets: Float[np.ndarray, "T"],
@@ -185,7 +185,7 @@ def client_noise(
 
 @checked(
     budgets=check_numbers,
-    delta=probability,
+    delta=check_delta,
     sparsity=functools.partial(check_fraction, zero=True, one=False),
 )
 def paper_noise(

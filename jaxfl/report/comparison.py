@@ -1,5 +1,6 @@
 """Result of a comparison of methods, with its tables, paired differences and picture."""
 
+import functools
 import json
 import math
 import os
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from jaxfl._support.checks import checked, probability
+from jaxfl._support.checks import check_fraction, checked
 from jaxfl._support.files import read, write_json
 from jaxfl.report import plots
 
@@ -83,7 +84,7 @@ class Comparison(NamedTuple):
             return mean, math.nan
         return mean, float(np.std(values, ddof=1))
 
-    @checked(confidence=probability)
+    @checked(confidence=functools.partial(check_fraction, one=False, example=0.95))
     def differences(self, reference: str, confidence: float = 0.95) -> list[Row]:
         """Return paired differences to a reference over seeds, with intervals of Student's t.
 

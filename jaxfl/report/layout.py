@@ -17,6 +17,7 @@ NOISE_KEY = "noise.key"
 PRINTED = "curves.pdf"
 PAGE = "report.html"
 COMPARISON = "comparison.json"
+LOCK = ".lock"
 
 REPORTS = (METRICS, PER_CLIENT, PRIVACY, CURVES, AUDIT, PRINTED, PAGE)
 """Names of the files that a run, or each point of a sweep, reports in."""

@@ -84,14 +84,14 @@ class CandidateRuns:
         return self.algorithms[0]
 
     @property
-    def silent(self) -> bool:
+    def sends_nothing(self) -> bool:
         """Whether the method sends nothing."""
         return not self.algorithm.mechanism.communicates
 
     @property
     def tuned(self) -> bool:
         """Whether tuning chooses a point, or a round because rounds cost no privacy."""
-        return self.method.num_points > 1 or self.silent
+        return self.method.num_points > 1 or self.sends_nothing
 
     @property
     def columns(self) -> dict[str, list[Any]]:
@@ -139,7 +139,7 @@ class CandidateRuns:
     ) -> float:
         """Return how many clients the final runs of a seed train."""
         work = self.trained(participants.num_clients, rounds, points)
-        if newcomers is None or not self.silent:
+        if newcomers is None or not self.sends_nothing:
             return work
         return work + self.trained(newcomers.num_clients, rounds, points)
 
@@ -188,7 +188,7 @@ class CandidateRuns:
             algorithm = self.algorithms[group[0]]
             for clients in different:
                 with _naming(self.name, self.method.point(group[0])):
-                    if self.silent:
+                    if self.sends_nothing:
                         check_algorithm(algorithm, clients, self.rounds)
                     else:
                         check_evaluation(algorithm, clients)
@@ -216,7 +216,7 @@ class CandidateRuns:
             Results and folders, as in `run`.
         """
         name = f"seed={seed}"
-        if newcomers is None or not self.silent:
+        if newcomers is None or not self.sends_nothing:
             return self.run(bar, points, participants, seed, name, rounds, newcomers=newcomers)
         found = self.run(bar, points, participants, seed, name, rounds)
         alone = self.run(bar, points, newcomers, seed, f"{name}, unseen", rounds)
@@ -513,7 +513,7 @@ def common_task(runs: Sequence[CandidateRuns]) -> Any:
                     f"{where}: methods must be scored by the same metric, got {own.headline!r} and "
                     f"{task.headline!r}. Give models whose tasks have one first metric."
                 )
-            if algorithm.mechanism.communicates == of_method.silent:
+            if algorithm.mechanism.communicates == of_method.sends_nothing:
                 raise ValueError(
                     f"{where}: points must all send updates or all send none, got both kinds. "
                     "Give a candidate for each kind."

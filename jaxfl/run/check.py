@@ -119,8 +119,13 @@ def _check_lists(name: str, value: Any) -> Lists:
 
 def check_chunk(name: str, value: Any) -> Any:
     """Require a number of clients, or "auto"."""
-    if isinstance(value, str) and value == "auto":
-        return value
+    if isinstance(value, str):
+        if value == "auto":
+            return value
+        raise ValueError(
+            f"{name} must be a number of clients, 'auto' or None, got {show(value)}. "
+            "Give for instance 'auto'."
+        )
     return check_count(name, value)
 
 

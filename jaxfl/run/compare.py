@@ -377,11 +377,11 @@ def _tuned(
         only = {"chosen": runs.shown(0), "rounds": rounds, "points": runs.columns, "scores": {}}
         return [_Choice(epsilon, 0, rounds, {"epsilon": epsilon} | only, []) for epsilon in levels]
     points = [runs.point(index, level) for level in levels.values() for index in range(num_points)]
-    every = math.ceil(rounds / _TUNING_EVALUATIONS) if runs.silent else rounds
+    every = math.ceil(rounds / _TUNING_EVALUATIONS) if runs.sends_nothing else rounds
     found = runs.run(bar, points, clients, seed, "tuning", rounds, every)
     results = [result for result, _ in found]
     # Only the last round may be chosen if rounds cost privacy.
-    first = 0 if runs.silent else -1
+    first = 0 if runs.sends_nothing else -1
     tables = [[] if result is None else result.metrics[first:] for result in results]
     numbers = [int(row["round"]) for row in max(tables, key=len)] or [rounds]
     scores = np.full((len(results), len(numbers)), np.nan)

@@ -206,7 +206,7 @@ class Clock:
 
         Args:
             algorithm: Method, whose bytes are those of `traffic`.
-            clients: The C clients, of whom client i has n_i training examples.
+            clients: All clients, of whom client i has n_i training examples.
 
         Raises:
             ValueError: A speed has neither one number nor one for each client.
@@ -242,7 +242,7 @@ def deployment_cost(
     r"""Return the rows of a run with the bytes and the hours that a deployment would need so far.
 
     `total_up` has the bytes that all participants of all rounds sent, and `total_down` the bytes
-    that they received, with those that all C clients then receive in order to use the result.
+    that they received, with those that all clients then receive in order to use the result.
     Clients that dropped out (`availability=`) received the broadcast too. Their number is known if
     cohorts have a fixed size. Otherwise it is estimated by its expectation,
     :math:`(1 - a_i) / a_i` for each update of client i that arrived.

@@ -254,7 +254,7 @@ def scores_of(
         key: Key of the run, or the key of each point [P].
         method: Algorithm of the run, or the points of a sweep.
         server: State of the server, with a leading axis P for points.
-        clients: The C clients.
+        clients: All clients of the run.
         rounds: Number of rounds of the run.
         states: States of the clients, with a leading axis P for points. None makes first states.
         chunk: Number of clients vectorised at a time on each device, as in `evaluate`.

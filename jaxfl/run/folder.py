@@ -15,7 +15,16 @@ import numpy as np
 
 from jaxfl._support.files import kind, leftovers, write_json
 from jaxfl.engine.state_file import ROWS
-from jaxfl.report.layout import CHECKPOINTS, CONFIG, NOISE_KEY, REPORTS, STATES, points_of
+from jaxfl.report.layout import (
+    CHECKPOINTS,
+    CONFIG,
+    LOCK,
+    NOISE_KEY,
+    REPORTS,
+    STATES,
+    checkpoints,
+    points_of,
+)
 
 
 def run_folder(root: str | os.PathLike, method: str, config: Any, seed: int) -> pathlib.Path:
@@ -54,14 +63,17 @@ def run_folder(root: str | os.PathLike, method: str, config: Any, seed: int) -> 
 
 
 def check_names(folder: pathlib.Path, runs: Sequence[pathlib.Path]) -> None:
-    """Require that a run or a sweep can write its files without following a link.
+    """Require that a run or a sweep can write its files, and that earlier reports are a run's.
+
+    A run that wrote reports before has left its lock file or a checkpoint in the folder.
 
     Args:
         folder: Folder of the run or the sweep.
         runs: Folder of the run, or of each point of the sweep.
 
     Raises:
-        ValueError: A link or a file has the name of a folder, or a folder has the name of a file.
+        ValueError: A link or a file has the name of a folder, a folder has the name of a file, or
+            no run has written a file with the name of a report.
     """
     folders = [folder / CHECKPOINTS, folder / STATES, *(run for run in runs if run != folder)]
     for path in folders:
@@ -74,6 +86,15 @@ def check_names(folder: pathlib.Path, runs: Sequence[pathlib.Path]) -> None:
         if kind(path) == "a folder":
             raise ValueError(
                 f"{str(path)!r} must be a file, got a folder. Remove it, or choose another folder."
+            )
+    if kind(folder / LOCK) or checkpoints(folder / CHECKPOINTS):
+        return
+    for path in reports:
+        if kind(path):
+            raise ValueError(
+                f"folder must hold files named as reports only if a run wrote them, got "
+                f"{str(path)!r} without a run's {LOCK!r} or {CHECKPOINTS!r}. Move the file, or "
+                "choose another folder."
             )
 
 

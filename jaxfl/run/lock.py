@@ -13,6 +13,7 @@ import socket
 
 from jaxfl._support.files import IrregularError, open_regular
 from jaxfl.engine import processes
+from jaxfl.report.layout import LOCK
 
 try:
     import fcntl
@@ -21,9 +22,6 @@ except ImportError:
     fcntl = None
 
 _LOG = logging.getLogger("jaxfl")
-_NAME = ".lock"
-"""Name of the file that a lock holds."""
-
 _SIGNED = re.compile(rb"process [0-9]+ on [^\n]*\n")
 """Line that a run writes into the file while it holds the lock."""
 
@@ -82,7 +80,7 @@ class Lock:
         mode = os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         try:
-            self._file = open_regular(self.folder / _NAME, mode)
+            self._file = open_regular(self.folder / LOCK, mode)
             fcntl.flock(self._file, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             user = self._text().decode(errors="replace").strip() or "another process"
@@ -114,7 +112,7 @@ class Lock:
             self.close()
             reason = "has further names (hard links)" if linked else "was written by no run"
             raise ValueError(
-                f"folder must hold a file {_NAME!r} of a run, or none, got "
+                f"folder must hold a file {LOCK!r} of a run, or none, got "
                 f"{str(self.folder)!r}, whose file {reason}. "
                 "Remove it, or choose another folder."
             )

@@ -152,7 +152,7 @@ def make_plan(
         key: Key of the run, or of each point.
         algorithms: Algorithm of the run, or of each point.
         points: Points of a sweep, or None for one run.
-        clients: The C clients.
+        clients: All clients of the run.
         settings: Settings of the run.
 
     Raises:

@@ -183,7 +183,7 @@ class Journal:
 
     Args:
         algorithm: Algorithm of the run.
-        clients: The run's C clients.
+        clients: All clients of the run.
         plan: Plan of the run.
         record: Shapes of the records of one round.
         folder: Folder of the reports. None writes nothing.

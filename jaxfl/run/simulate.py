@@ -17,9 +17,9 @@ from jaxtyping import Float, Key
 from jaxfl._support.checks import (
     check_count,
     check_counts,
+    check_folder,
     check_instance,
     check_key,
-    check_path,
     checked,
 )
 from jaxfl.callbacks import Callback, check_callbacks
@@ -48,7 +48,7 @@ CHECKS = {
     "availability": check_availability,
     "chunk": check_chunk,
     "devices": check_devices,
-    "folder": check_path,
+    "folder": check_folder,
     # Programs count rounds in 32 bits.
     "rounds": functools.partial(check_count, most=2**31 - 1),
 }

@@ -124,7 +124,7 @@ def test_shares_are_calibrated_for_the_drawn_clients():
     """A margin of a fifth covers an availability of 0.8, and is not counted twice."""
     for sampling in (FixedSize(10), Dropouts(FixedSize(10), 0.8)):
         skellam = Skellam(clip=1.0, noise_multiplier=2.0, sampling=sampling, dropout=0.2)
-        assert skellam.least_shares(50) == 8
+        assert skellam.fewest_shares(50) == 8
 
 
 def test_two_layers_of_dropouts_have_the_product_of_their_probabilities():

@@ -274,7 +274,7 @@ def test_a_fifth_that_drops_out_has_the_epsilon_that_is_true():
     np.testing.assert_array_equal(ledger.notes["shares"], shares)
     assert 4 < shares.mean() < len(SIZES)
     # 11 clients less a fifth are 8.8, so 9 shares have the noise of two clip bounds.
-    assert margin.least_shares(len(SIZES)) == 9
+    assert margin.fewest_shares(len(SIZES)) == 9
     for noise, count in zip(aggregates * 0.8 * len(SIZES), shares):
         expected = 2.0 * 0.5 * math.sqrt(count / 9)
         assert noise.std() == pytest.approx(expected, rel=4 / math.sqrt(2 * noise.size))

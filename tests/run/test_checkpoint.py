@@ -341,6 +341,25 @@ def test_folders_that_lead_elsewhere_are_refused_before_anything_is_written(name
         check_names(folder, [folder / "0_mu=0", folder / "1_mu=1"])
 
 
+@pytest.mark.parametrize("resume", ["auto", "never"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "privacy.json", "report.html"])
+def test_a_report_that_no_run_wrote_is_left_alone(name, resume, tmp_path):
+    theirs = tmp_path / name
+    theirs.write_text("theirs")
+    with pytest.raises(ValueError, match=rf"only if a run wrote them, got '\S+{name}' without"):
+        quiet(tmp_path, resume=resume)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert theirs.read_text() == "theirs"
+
+
+def test_a_run_replaces_reports_of_a_run_that_has_no_checkpoint_yet(tmp_path):
+    quiet(tmp_path)
+    Checkpoints(tmp_path / "ckpt", FACTS, PLAN).clear()
+    (tmp_path / "metrics.jsonl").write_text("")
+    quiet(tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_text()
+
+
 def test_another_run_is_not_taken_for_a_damaged_one(saved):
     with pytest.raises(
         ValueError, match=r"holds another run\. What differs: method mine, not yours\."

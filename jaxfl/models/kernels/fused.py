@@ -137,12 +137,12 @@ def convolve_pooled(
     """Return the maximum over 2x2 windows of relu(x * kernel + bias), in reverse mode only.
 
     Args:
-        x: an array [channels, H, W, B] of float32, or of bytes b, which mean 2 b / 255 - 1. Or
+        x: Array [channels, H, W, B] of float32, or of bytes b, which mean 2 b / 255 - 1. Or
             `Maps` from the previous layer, whose columns are stored by 2 * parts remainders.
-        kernel: the kernel [k, k, channels, features], with k of at most `LARGEST_FUSED`.
-        bias: the bias [features].
-        padding: the number of zeros on each side. It is 0 for bytes, and ignored for `Maps`.
-        parts: the number of remainders by which the result's columns are stored, for the next
+        kernel: Kernel [k, k, channels, features], with k of at most `LARGEST_FUSED`.
+        bias: Bias [features].
+        padding: Number of zeros on each side. It is 0 for bytes, and ignored for `Maps`.
+        parts: Number of remainders by which the result's columns are stored, for the next
             layer. 1 returns an array. If x is `Maps`, it is half of their number of remainders.
 
     Returns:
@@ -266,9 +266,9 @@ def _call(work: Callable[..., tuple], layer: _ConvolutionLayer) -> Callable[...,
     Vectorised clients are an axis of the kernel's grid.
 
     Args:
-        work: a function of the layer and of arrays [clients, ...]. It returns the kernel's body,
+        work: Function of the layer and of arrays [clients, ...]. It returns the kernel's body,
             the grid of one client, and the shape and type of each result for one client.
-        layer: the sizes.
+        layer: The sizes.
     """
 
     @custom_vmap
@@ -306,9 +306,9 @@ def launch(
     """Return a function of arrays that runs a kernel's body at each place of a grid.
 
     Args:
-        body: a function of the place in the grid, the arrays and the results, which stay in the
+        body: Function of the place in the grid, the arrays and the results, which stay in the
             device's memory.
-        grid: the number of programs on each axis.
+        grid: Number of programs on each axis.
         out: shape and type of each result.
     """
     if not on_gpu():
@@ -337,9 +337,9 @@ def _tile(features: int, sums: int, lanes: int) -> int:
     """Return the largest divisor of `features` whose sums fit the registers of a program.
 
     Args:
-        features: the number of all features.
-        sums: the number of sums for each feature.
-        lanes: the number of values in a sum.
+        features: Number of all features.
+        sums: Number of sums for each feature.
+        lanes: Number of values in a sum.
     """
     most = min(_PER_WORD, max(1, _REGISTERS * _THREADS // (sums * lanes)))
     return max(size for size in range(1, features + 1) if features % size == 0 and size <= most)

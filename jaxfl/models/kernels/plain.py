@@ -105,9 +105,9 @@ def to_blocks(x: Array, kernel: Array, padding: int) -> tuple[Array, Array]:
     Blocks of 2x2 pixels become channels, in both of them.
 
     Args:
-        x: the input [channels, H, W, B].
-        kernel: the kernel [k, k, channels, features].
-        padding: the number of zeros on each side, which the result contains.
+        x: Input [channels, H, W, B].
+        kernel: Kernel [k, k, channels, features].
+        padding: Number of zeros on each side, which the result contains.
     """
     c, high, wide, n = x.shape
     size, _, _, f = kernel.shape
@@ -183,7 +183,7 @@ def window_maximum(
 
     Args:
         windows: maps with the four places of a window on axes of their own.
-        axes: the axes of the places.
+        axes: Axes of the places.
     """
 
     def better(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:

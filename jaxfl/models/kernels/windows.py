@@ -144,10 +144,10 @@ def slices(
     """Return for each place in a window its elements in all windows.
 
     Args:
-        x: an array of any shape.
-        sizes: the size of a window on each axis of x, in places.
-        strides: the distance between windows on each axis.
-        dilation: the distance between places on each axis.
+        x: Array of any shape.
+        sizes: Size of a window on each axis of x, in places.
+        strides: Distance between windows on each axis.
+        dilation: Distance between places on each axis.
     """
     reach = [d * (size - 1) for d, size in zip(dilation, sizes, strict=True)]
     parts = []

@@ -110,12 +110,12 @@ _remember = functools.lru_cache(maxsize=4096)
 
 
 def default_delta(clients: int | None) -> float:
-    """Return the smaller of 1e-5 and 1 / (10 C), or 1e-5 for an unknown number of clients.
+    """Return the smaller of 1e-5 and 1 / (10 n) for n clients, or 1e-5 if n is unknown.
 
-    A delta of 1 / C would allow publishing one client outright. 1e-5 suits up to 10,000 clients.
+    A delta of 1 / n would allow publishing one client outright. 1e-5 suits up to 10,000 clients.
 
     Args:
-        clients: C, the number of clients. None if it is unknown.
+        clients: n, the number of clients. None if it is unknown.
 
     >>> default_delta(100), default_delta(1_000_000)
     (1e-05, 1e-07)

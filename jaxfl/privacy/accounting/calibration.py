@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxfl._support.checks import (
+    check_delta,
     check_fraction,
     check_numbers,
     check_positive,
     checked,
-    probability,
     show,
 )
 from jaxfl._support.lazy import dp_accounting
@@ -107,7 +107,7 @@ def planned_exposure(
     return Exposure(accountants.worst_client(view), repeats)
 
 
-@checked(epsilon=check_budget, delta=probability, shape=check_numbers)
+@checked(epsilon=check_budget, delta=check_delta, shape=check_numbers)
 def calibrate(
     epsilon: float,
     *,
@@ -200,13 +200,13 @@ def check_scales(name: str, mechanism: Mechanism, exposed: Callable[[float], Exp
     if not scales:
         raise ValueError(
             f"{name} must have an epsilon that follows from noise_multiplier, got "
-            f"{mechanism!r} ({view.silent}). "
+            f"{mechanism!r} ({view.why_infinite}). "
             "Give a mechanism whose noise_multiplier sets its noise."
         )
     return exposure
 
 
-@checked(epsilon=check_budget, delta=probability)
+@checked(epsilon=check_budget, delta=check_delta)
 def calibrate_upload(
     epsilon: float,
     *,
@@ -234,7 +234,7 @@ def calibrate_upload(
     return needed_noise(exposure, epsilon, delta, accountant)
 
 
-@checked(epsilon=check_budget, rate=check_fraction, delta=probability)
+@checked(epsilon=check_budget, rate=check_fraction, delta=check_delta)
 def calibrate_examples(
     epsilon: float,
     *,

@@ -8,9 +8,8 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxfl._support.checks import (
-    check_fraction,
+    check_delta,
     checked,
-    probability,
     show,
 )
 from jaxfl.privacy.accounting import accountants
@@ -68,7 +67,7 @@ class Epsilon(NamedTuple):
     reason: str | None
 
 
-@checked(ledger=check_ledger, delta=probability)
+@checked(ledger=check_ledger, delta=check_delta)
 def epsilon(
     ledger: Ledger,
     mechanism: Mechanism,
@@ -91,7 +90,7 @@ def epsilon(
             `jaxfl.privacy.accounting.observers`.
         accountant: "pld" gives the smallest valid bound. Some sampling, such as that without
             replacement, has a theorem for RDP only. The bound is then by RDP. "rdp" uses RDP alone.
-        delta: Failure probability. None stands for min(1e-5, 1 / (10 C)) with C clients.
+        delta: Failure probability. None stands for min(1e-5, 1 / (10 n)) with n clients.
         one_round: Whether the epsilon is that of the worst client's worst round, for all clients.
             The default accounts for all rounds.
         unit: "client" protects all of a client's data. "example" replaces one of the client's
@@ -147,14 +146,14 @@ def epsilons(
         mechanism: Mechanism with the clip bound, the sampling and the denominator.
         observer: Observer, as in `epsilon`.
         by: Accountants.
-        delta: Failure probability. None stands for min(1e-5, 1 / (10 C)) with C clients.
+        delta: Failure probability. None stands for min(1e-5, 1 / (10 n)) with n clients.
         one_round: Whether the epsilon is that of the worst client's worst round.
         unit: Unit of protection, as in `epsilon`.
         stateful: Whether clients keep a state.
     """
     clients = ledger.participants.shape[1]
     delta = failure_probability(delta, clients)
-    check_fraction("delta", delta, one=False)
+    check_delta("delta", delta)
     view = _view(ledger, mechanism, observer, one_round=one_round, unit=unit, stateful=stateful)
     parts = [view]
     if one_round and not accountants.trivial(view):
@@ -201,7 +200,7 @@ def _trivial(view: View, clients: int) -> Epsilon:
     per_client = np.array(np.broadcast_to(per_client, clients))
     value = float(per_client.max())
     if value:
-        return Epsilon(value, per_client, "none", view.silent)
+        return Epsilon(value, per_client, "none", view.why_infinite)
     return Epsilon(value, per_client, view.theorem, None)
 
 
@@ -215,12 +214,12 @@ def _worst(
     value = float(per_client.max())
     if math.isinf(value):
         tiny = all(np.all(part.multiplier > 0) for part in parts)
-        return Epsilon(value, per_client, "none", _TINY if tiny else parts[0].silent)
+        return Epsilon(value, per_client, "none", _TINY if tiny else parts[0].why_infinite)
     worst = max(bounds, key=lambda bound: bound.values.max())
     return Epsilon(value, per_client, worst.theorem, None)
 
 
-@checked(ledger=check_ledger, delta=probability)
+@checked(ledger=check_ledger, delta=check_delta)
 def example_epsilon(
     ledger: Ledger,
     dp_sgd: DPSGD | None,
@@ -255,7 +254,7 @@ def example_epsilon(
     """
     clients = ledger.participants.shape[1]
     delta = failure_probability(delta, clients if examples is None else examples)
-    check_fraction("delta", delta, one=False)
+    check_delta("delta", delta)
     if dp_sgd is None:
         return no_epsilon(clients, "examples are not clipped one by one")
     rounds = np.asarray(ledger.participants, bool).sum(axis=0)

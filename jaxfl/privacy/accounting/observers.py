@@ -62,7 +62,7 @@ class View(NamedTuple):
             amplifies.
         rate: Probability of participation.
         theorem: Theorem that proves the epsilon.
-        silent: Reason why epsilon may be infinite.
+        why_infinite: Reason why epsilon may be infinite.
         replaced: Whether adjacency is replace-one. The update then turns into its opposite, not
             into zero, at twice the sensitivity.
         amplified: A second valid bound, by Rényi divergences alone. None if there is none.
@@ -77,7 +77,7 @@ class View(NamedTuple):
     hidden: Bool[np.ndarray, "T"]
     rate: float
     theorem: str
-    silent: str
+    why_infinite: str
     replaced: bool = False
     amplified: Amplified | None = None
     whole: bool = False
@@ -117,18 +117,18 @@ class SumNoise(NamedTuple):
 
 
 def plain_view(
-    multiplier: Float[np.ndarray, "T #C"], theorem: str, silent: str = "no noise on the sum"
+    multiplier: Float[np.ndarray, "T #C"], theorem: str, why_infinite: str = "no noise on the sum"
 ) -> View:
     """Return the view of rounds without amplification."""
-    return View(multiplier, np.zeros(len(multiplier), bool), 1.0, theorem, silent)
+    return View(multiplier, np.zeros(len(multiplier), bool), 1.0, theorem, why_infinite)
 
 
-def one_gaussian(value: float, theorem: str, silent: str) -> View:
+def one_gaussian(value: float, theorem: str, why_infinite: str) -> View:
     """Return the view of all rounds of a run as one Gaussian mechanism.
 
     A multiplier of 0 means no noise at all. Infinity means that nothing is seen.
     """
-    return plain_view(np.full((1, 1), value), theorem, silent)._replace(whole=True)
+    return plain_view(np.full((1, 1), value), theorem, why_infinite)._replace(whole=True)
 
 
 def sum_noise(

@@ -14,10 +14,10 @@ from rich.progress import Progress
 from jaxfl._support.checks import (
     at_least_0,
     check_count,
+    check_delta,
     check_instance,
     checked,
     is_listed,
-    probability,
     show,
 )
 from jaxfl.privacy.accounting.accountants import failure_probability, least_epsilon
@@ -172,7 +172,7 @@ def _check_mechanisms(name: str, value: Any) -> dict[str, Mechanism]:
 @checked(
     epsilon=check_budget,
     noise_multiplier=at_least_0,
-    delta=probability,
+    delta=check_delta,
     kinds=_check_kinds,
     mechanisms=_check_mechanisms,
 )
@@ -367,7 +367,7 @@ def _check_fits_plan(
     )
 
 
-@checked(noise_multiplier=at_least_0, delta=probability)
+@checked(noise_multiplier=at_least_0, delta=check_delta)
 def most_rounds(
     epsilon: float,
     *,
@@ -397,7 +397,7 @@ def most_rounds(
     return _largest(lambda rounds: _epsilon(mechanism, clients, rounds, delta) <= epsilon, most)
 
 
-@checked(noise_multiplier=at_least_0, delta=probability)
+@checked(noise_multiplier=at_least_0, delta=check_delta)
 def largest_cohort(
     epsilon: float,
     *,

@@ -55,7 +55,7 @@ class AdaptiveClip(Mechanism):
 
     Guarantee: The guarantee of `Mechanism`, by the Gaussian mechanism on update and bit together.
         Bounds are post-processing.
-    Source: Andrew et al., Differentially Private Learning with Adaptive Clipping, NeurIPS 2021
+    References: Andrew et al., Differentially Private Learning with Adaptive Clipping, NeurIPS 2021
         (arXiv:1905.03871).
     """
 

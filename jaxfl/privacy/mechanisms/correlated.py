@@ -138,7 +138,7 @@ class CorrelatedNoise(Mechanism):
         exposure = norm if one_round else exposures(self.strategy(rounds), ledger.participants)
         with np.errstate(divide="ignore"):
             multiplier = np.atleast_2d(np.min(view.multiplier) / exposure)
-        run = one_gaussian(0.0, f"Gaussian, {adjacency}, matrix factorisation", view.silent)
+        run = one_gaussian(0.0, f"Gaussian, {adjacency}, matrix factorisation", view.why_infinite)
         return run._replace(multiplier=multiplier, replaced=replaced, grows=True, turn=0)
 
     def describe(self, ledger: Ledger) -> list[str]:
@@ -192,7 +192,7 @@ class BandedNoise(CorrelatedNoise):
         Gaussian of multiplier :math:`z / \|S \mathbf{1}_P\|_2`. That is
         :math:`z / (\sqrt{k} \|c\|_2)` if its k rounds are b apart (`MinSeparation`). Under
         `CyclicPoisson` with b groups or more it is amplified.
-    Source: Choquette-Choo et al., (Amplified) Banded Matrix Factorization, NeurIPS 2023;
+    References: Choquette-Choo et al., (Amplified) Banded Matrix Factorization, NeurIPS 2023;
         Fichtenberger et al., Constant Matters, ICML 2023 (coefficients).
     """
 
@@ -257,9 +257,9 @@ class BLTNoise(CorrelatedNoise):
         decays: :math:`\theta`, in [0, 1), one per buffer.
 
     Guarantee: The guarantee of `BandedNoise`, without amplification, because S has unbounded bands.
-    Source: Dvijotham et al., Efficient and Near-Optimal Noise Generation for Streaming Differential
-        Privacy, FOCS 2024; McMahan et al., A Hassle-free Algorithm for Private Learning in
-        Practice, 2024 (arXiv:2408.08868).
+    References: Dvijotham et al., Efficient and Near-Optimal Noise Generation for Streaming
+        Differential Privacy, FOCS 2024; McMahan et al., A Hassle-free Algorithm for Private
+        Learning in Practice, 2024 (arXiv:2408.08868).
     """
 
     scales: tuple[float, ...] = (0.5,)

@@ -7,13 +7,13 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int, Key
 
-from jaxfl._support.checks import check_count, checked, probability
+from jaxfl._support.checks import check_count, check_delta, checked
 from jaxfl.privacy.accounting import accountants
 from jaxfl.privacy.mechanisms.gaussian import FIELDS, Cohort, Mechanism
 from jaxfl.types import Ledger, Tree
 
 
-@checked(**FIELDS, cohort=check_count, population=check_count, delta=probability)
+@checked(**FIELDS, cohort=check_count, population=check_count, delta=check_delta)
 @dataclasses.dataclass(frozen=True, eq=False)
 class Extrapolated(Mechanism):
     r"""Noise of a mean over a deployment's larger cohort, drawn on the mean of the simulated one.
@@ -34,8 +34,8 @@ class Extrapolated(Mechanism):
     Guarantee: The guarantee of this run's multiplier :math:`z m / m'`, which is weak. The statement
         lists the epsilon of the deployment, by Poisson sampling at rate m' over the population, as
         that of another run.
-    Source: The practice of pfl-research (Granqvist et al. 2024, arXiv:2404.06430) and of McMahan et
-        al. 2018.
+    References: The practice of pfl-research (Granqvist et al. 2024, arXiv:2404.06430) and of
+        McMahan et al. 2018.
     """
 
     cohort: int = 1000

@@ -182,7 +182,7 @@ class Mechanism:
         standard deviations, which does not affect privacy and does not happen. Noise in local steps
         (`DPSGD`) is unaffected. For a method whose builder makes the mechanism:
         `method._replace(mechanism=dataclasses.replace(method.mechanism, noise="grid"))`.
-    Source: Geyer et al. 2017; McMahan et al. 2018 (arXiv:1710.06963).
+    References: Geyer et al. 2017; McMahan et al. 2018 (arXiv:1710.06963).
     """
 
     clip: Number = math.inf

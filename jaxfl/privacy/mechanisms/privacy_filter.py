@@ -97,9 +97,9 @@ class PrivacyFilter(Mechanism):
 
     Guarantee: Replace-one for the observer of uploads, and so zero-out for that of sums. The
         epsilon is that of one Gaussian with multiplier m, by fully adaptive composition.
-    Source: ADP-PFL, eq. 12; Feldman and Zrnic, Individual Privacy Accounting via a Rényi Filter,
-        NeurIPS 2021; Smith and Thakurta, Fully Adaptive Composition for Gaussian Differential
-        Privacy, 2022.
+    References: ADP-PFL, eq. 12; Feldman and Zrnic, Individual Privacy Accounting via a Rényi
+        Filter, NeurIPS 2021; Smith and Thakurta, Fully Adaptive Composition for Gaussian
+        Differential Privacy, 2022.
     """
 
     least_total: float = 0.0

@@ -27,7 +27,7 @@ class PrivateMask(Mechanism):
     The mask is `Message.extra`, and has the update's shapes.
 
     Guarantee: None, whatever the noise, because the support leaks data.
-    Source: DP-pFedDSU, as published.
+    References: DP-pFedDSU, as published.
     """
 
     def contribute(

@@ -99,8 +99,8 @@ class Median(Robust):
     """Median of the participants' updates, coordinate by coordinate.
 
     Guarantee: None.
-    Source: Yin et al., Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates,
-        ICML 2018.
+    References: Yin et al., Byzantine-Robust Distributed Learning: Towards Optimal Statistical
+        Rates, ICML 2018.
     """
 
     def combine(self, rows: Tree, present: Bool[Array, "R"], count: Int[Array, ""]) -> Tree:
@@ -124,8 +124,8 @@ class TrimmedMean(Robust):
         share: :math:`\beta`, the share of values that is left out at each end, below a half.
 
     Guarantee: None.
-    Source: Yin et al., Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates,
-        ICML 2018.
+    References: Yin et al., Byzantine-Robust Distributed Learning: Towards Optimal Statistical
+        Rates, ICML 2018.
     """
 
     share: float = 0.1
@@ -165,7 +165,7 @@ class Krum(Robust):
         keep: m, the number of averaged updates, at most the participants of a round.
 
     Guarantee: None.
-    Source: Blanchard et al., Machine Learning with Adversaries: Byzantine Tolerant Gradient
+    References: Blanchard et al., Machine Learning with Adversaries: Byzantine Tolerant Gradient
         Descent, NeurIPS 2017.
     """
 

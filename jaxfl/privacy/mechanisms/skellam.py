@@ -103,7 +103,7 @@ class Skellam(Mechanism):
         `init` requires that a coordinate of a sum wraps with a probability of at most 1e-9,
         whatever the updates are, and the statement has the bound.
     Deviations from the paper: Updates are not rotated, and are rounded to the nearest step.
-    Source: Agarwal, Kairouz, Liu, The Skellam Mechanism for Differentially Private Federated
+    References: Agarwal, Kairouz, Liu, The Skellam Mechanism for Differentially Private Federated
         Learning, NeurIPS 2021 (arXiv:2110.04995).
     """
 
@@ -130,7 +130,7 @@ class Skellam(Mechanism):
                 f"follows from the noise, got {show(z)}. Give noise, or a Mechanism without noise."
             )
 
-    def least_shares(self, clients: int) -> int:
+    def fewest_shares(self, clients: int) -> int:
         """Return n, the least number of shares that may arrive for the noise to be complete.
 
         Args:
@@ -152,7 +152,7 @@ class Skellam(Mechanism):
     def init(self, key: Key[Array, "*S"], update: Callable[[], Tree], clients: int) -> Shares:
         """Return the distribution of a share, after a check of the modulus."""
         del key, update
-        least = self.least_shares(clients)
+        least = self.fewest_shares(clients)
         self._check_modulus(clients)
         thresholds = skellam_thresholds(fractions.Fraction(self.steps**2, least))
         return Shares(jnp.asarray(thresholds), jnp.float32(least))
@@ -162,7 +162,7 @@ class Skellam(Mechanism):
     ) -> Cohort:
         """Draw the participants, and note their number."""
         drawn = super().draw(key, memory, index, clients)
-        noise = drawn.numbers.noise_multiplier / math.sqrt(self.least_shares(clients))
+        noise = drawn.numbers.noise_multiplier / math.sqrt(self.fewest_shares(clients))
         numbers = drawn.numbers._replace(client_noise=noise.reshape(1))
         shares = jnp.sum(drawn.sampled.astype(jnp.float32))
         return drawn._replace(numbers=numbers, notes={"shares": shares})
@@ -208,7 +208,7 @@ class Skellam(Mechanism):
         if not self.communicates or not len(ledger.participants):
             return one_gaussian(math.inf, "nothing leaves the clients", "")
         clients = ledger.participants.shape[1]
-        of_share = self.steps**2 / self.least_shares(clients)
+        of_share = self.steps**2 / self.fewest_shares(clients)
         if observer == "upload":
             theorem = "Skellam share, replace-one, over the rounds that a client took part in"
             return upload_view(ledger)._replace(theorem=theorem, variance=of_share)
@@ -217,7 +217,7 @@ class Skellam(Mechanism):
             shares = np.maximum(shares - 1, np.minimum(shares, 1))
         level = np.asarray(ledger.noise_multiplier, np.float64) * (1 - _ROUNDED)
         # Nobody is exposed in a round without participants.
-        floor = np.where(shares > 0, level**2 * shares / self.least_shares(clients), math.inf)
+        floor = np.where(shares > 0, level**2 * shares / self.fewest_shares(clients), math.inf)
         row = np.zeros((len(floor), 1))
         noise = SumNoise(
             clients, row, row + 1, floor, floor[:, None], False, replaced, observer == "client"
@@ -233,7 +233,7 @@ class Skellam(Mechanism):
     def planned(self, clients: int, rounds: int) -> Ledger:
         """Return the worst-case ledger of a planned run, with n shares in each round."""
         plan = super().planned(clients, rounds)
-        least = self.least_shares(clients)
+        least = self.fewest_shares(clients)
         noise = np.asarray(plan.noise_multiplier)[:, None] / math.sqrt(least)
         notes = {"shares": np.full(rounds, float(least))}
         return plan._replace(client_noise=noise, server_noise=np.zeros(rounds), notes=notes)
@@ -249,7 +249,7 @@ class Skellam(Mechanism):
         wraps = max(math.exp(self._log_wraps(clients, longest, self.bits)), 1e-300)
         lines = [
             f"distributed noise: each participant adds a Skellam share, and "
-            f"{self.least_shares(clients)} shares have the noise multiplier; rounds had "
+            f"{self.fewest_shares(clients)} shares have the noise multiplier; rounds had "
             f"{shares.min():.0f} to {shares.max():.0f} shares, and dropping out is assumed not to "
             "depend on data",
             f"integers: a client moves a sum by at most {longest:.6g} steps (L2) and "
@@ -308,7 +308,7 @@ class Skellam(Mechanism):
         room = 2 ** (bits - 1) - 1 - most * longest
         if room <= 0:
             return 0.0
-        variance = most * self.steps**2 / self.least_shares(clients)
+        variance = most * self.steps**2 / self.fewest_shares(clients)
         return min(0.0, math.log(2) + skellam_tail(room, variance))
 
 

@@ -160,7 +160,7 @@ def summary(result: Result, epsilon: float) -> str:
     text = f"**ε {number(epsilon)}.** Best on validation examples: {first}, {score}, "
     text += f"{_points(gains[first])} over training alone. "
     text += f"Not below it: {'; '.join(equal)}. " if equal else "All others are below it. "
-    return f"{text}The recipe is {_points(gains[RECIPE])} from training alone."
+    return f"{text}The recipe differs from training alone by {_points(gains[RECIPE])}."
 
 
 def _points(row: Mapping[str, Any]) -> str:
@@ -295,25 +295,27 @@ def answer(results: Mapping[str, Result], counter: Result | None = None) -> str:
     by_others = [place for place in places if place["place"]["skew"] not in LABEL_SKEWS]
     plain = "linear DP-FedAvg"
     known = _span([_gain(place, CORRECTED, plain, small) for place in by_labels])
-    changed = f"changes accuracy by {known} points at ε {number(small)}, at no further epsilon"
+    changed = f"changes accuracy by {known} points at ε {number(small)} and costs no epsilon"
     if by_others:
         elsewhere = _span([_gain(place, CORRECTED, plain, small) for place in by_others])
-        changed += f"; where they do not, by {elsewhere}, so that validation examples decide on it"
-    at = "at ε {} and {} at ε {}".format
+        changed += ". Where clients differ in other ways, it changes accuracy by "
+        changed += f"{elsewhere} points"
+    at = "at ε {} and by {} at ε {}".format
     floor = {
         epsilon: _span([_gain(place, RECIPE, alone(place), epsilon) for place in places])
         for epsilon in (small, large)
     }
     others = {epsilon: _others(places, epsilon) for epsilon in (small, large)}
     sentences = [
-        "1. **Own labels first.** Where clients differ in their labels, multiplying DP-FedAvg's "
-        f"predictions by each client's own shares of classes (`prior_corrected`) {changed}.",
-        "2. **One recipe.** DP-FedAvg that clients adapt to themselves and mix with a model of "
-        f"their own (`dp_fedavg_mixed`) is {floor[small]} points from training alone "
+        "1. **Own labels first.** Where clients differ in their labels, weighting DP-FedAvg's "
+        "predictions by each client's own shares of classes (`prior_corrected`) "
+        f"{changed}.",
+        "2. **One recipe.** DP-FedAvg that each client adapts and mixes with a model of its own "
+        f"(`dp_fedavg_mixed`) differs from training alone by {floor[small]} points "
         f"{at(number(small), floor[large], number(large))}.",
-        "3. **Others.** The highest of all other private methods, as published, corrected, "
-        "fine-tuned or mixed, and picked on test examples in its favour, is "
-        f"{others[small]} points from that recipe "
+        "3. **Others.** At each place the highest other private method, picked on test examples "
+        "in its favour after correction, fine-tuning and mixing, differs from that recipe by "
+        f"{others[small]} "
         f"{at(number(small), others[large], number(large))}.",
     ]
     if counter:
@@ -325,8 +327,8 @@ def answer(results: Mapping[str, Result], counter: Result | None = None) -> str:
             "",
             *sentences,
             "",
-            f"Measured so far at {count}, which the picture names. Bars are 95% intervals of "
-            "paired differences over seeds.",
+            f"The picture names the {count} that are measured so far. Its bars are 95% intervals "
+            "of paired differences over seeds.",
         ]
     )
 
@@ -350,11 +352,11 @@ def _against_rivals(results: Mapping[str, Result], counter: Result) -> str:
     for epsilon, by_place in gains.items():
         highest = max(by_place, key=lambda name: by_place[name])
         named = f" ({highest})" if by_place[highest] > 2 else ""
-        found.append(f"{_span([*by_place.values()])}{named} points from it at ε {number(epsilon)}")
+        found.append(f"by {_span([*by_place.values()])} points{named} at ε {number(epsilon)}")
     return (
-        f" Of {settings} further settings at {len(places)} places in a "
-        "[counter-run](experiments/map/README.md#a-counter-run), those best on validation examples "
-        f"are {' and '.join(found)}."
+        f" A [counter-run](experiments/map/README.md#a-counter-run) tried {settings} further "
+        f"settings at {len(places)} places, of which those that are best on validation examples "
+        f"differ from it {' and '.join(found)}."
     )
 
 
@@ -416,9 +418,9 @@ def _others(places: Sequence[Result], epsilon: float) -> str:
     gains = [_gain(place, _rival(place, epsilon), RECIPE, epsilon) for place in places]
     most = int(np.argmax(gains))
     if gains[most] <= 0:
-        return _span(gains)
+        return f"{_span(gains)} points"
     where = places[most]["place"]["title"].rpartition(", ")[2]
-    return f"{_span(gains)} ({_rival(places[most], epsilon)}, {where})"
+    return f"{_span(gains)} points ({_rival(places[most], epsilon)}, {where})"
 
 
 def _rival(result: Result, epsilon: float) -> str:

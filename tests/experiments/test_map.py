@@ -243,7 +243,7 @@ def test_a_place_shows_the_best_first_and_says_what_is_not_below():
         in text
     )
     assert "Not below it: Ditto, corrected." in text
-    assert "The recipe is +13.0 (+13.0 to +13.0) from training alone." in text
+    assert "The recipe differs from training alone by +13.0 (+13.0 to +13.0)." in text
     assert "0.05 core-hours" in text
 
 
@@ -260,9 +260,9 @@ def test_the_front_page_has_three_sentences_of_the_results():
     }
     lines = report.answer({"a": result_of(), "b": result_of(other)}).splitlines()
     assert "changes accuracy by +22.0 to +30.0 points at ε 1" in lines[2]
-    assert "is +13.0 points from training alone at ε 1" in lines[3]
-    highest = "-3.0 to +2.0 (linear DP-FedAvg, corrected, 5 classes each)"
-    assert f"is {highest} points from that recipe at ε 1" in lines[4]
+    assert "differs from training alone by +13.0 points at ε 1" in lines[3]
+    highest = "-3.0 to +2.0 points (linear DP-FedAvg, corrected, 5 classes each)"
+    assert f"differs from that recipe by {highest} at ε 1" in lines[4]
 
 
 def test_the_front_page_has_what_the_counter_run_found():
@@ -291,8 +291,8 @@ def test_the_front_page_has_what_the_counter_run_found():
     found = {method: row["difference"] for (method, _), row in gains.items()}
     assert found == pytest.approx({"X": 0.04, "Y": 0.22, "alone": -0.1})
     text = report.answer({"a": result_of()}, counter)
-    assert "Of 3 further settings at 1 places" in text
-    assert "are +4.0 (X, permuted) points from it at ε 1." in text
+    assert "tried 3 further settings at 1 places" in text
+    assert "differ from it by +4.0 points (X, permuted) at ε 1." in text
     assert "| alone | 60.0 |  |" in report.counter_run(counter)
 
 
@@ -314,7 +314,9 @@ def test_the_recipe_is_what_is_best_on_validation_examples():
         "rows": [row | {"way": "mixed_scaled_4", "score": 0.66} for row in part["rows"]],
         "seconds": 1.0,
     }
-    assert "The recipe is +11.0 (+11.0 to +11.0) from training alone." in report.markdown(result)
+    assert "The recipe differs from training alone by +11.0 (+11.0 to +11.0)." in report.markdown(
+        result
+    )
 
 
 def test_all_places_have_a_study_of_their_own():

@@ -50,8 +50,6 @@ _TASKS: dict[str, Callable[..., Task]] = {
 }
 """Builders of tasks that a file may name."""
 
-_REMEDY = "Give a file that `Result.save` wrote."
-
 Arrays = dict[str, np.ndarray]
 """Arrays of a file by name, for instance `params/head/kernel`."""
 
@@ -68,8 +66,11 @@ def save_models(path: pathlib.Path, models: Sequence[TrainedModel], about: dict[
         ValueError: The path belongs to something else. It stays unchanged.
     """
     # Replacing a file of another program would lose the user's work.
-    if kind(path) is not None:
-        _check_ours(path)
+    if kind(path) is not None and (found := _foreign(path)):
+        raise ValueError(
+            f"path must be free, or a file that `Result.save` wrote, got {str(path)!r}, {found}. "
+            "Choose another path."
+        )
     first = models[0]
     arrays = _arrays_of(models, stacked=about["client"] == "all")
     content: dict[str, Any] = {
@@ -174,8 +175,14 @@ def _of_client(name: str, array: np.ndarray, client: int | None) -> np.ndarray:
 
 def _read(path: pathlib.Path) -> tuple[dict[str, Any], Arrays]:
     """Return the text and the arrays of a file, whose digest is right."""
-    _check_ours(path)
-    damaged = f"path must be an intact file, got {str(path)!r}, which is damaged. {_REMEDY}"
+    if found := _foreign(path):
+        raise ValueError(
+            f"path must be a file that `Result.save` wrote, got {str(path)!r}, {found}. "
+            "Choose another file, or save the model again."
+        )
+    damaged = (
+        f"path must be an intact file, got {str(path)!r}, which is damaged. Save the model again."
+    )
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
             content = json.loads(file.metadata()[_TEXT])
@@ -194,23 +201,17 @@ def _read(path: pathlib.Path) -> tuple[dict[str, Any], Arrays]:
     return content, arrays
 
 
-def _check_ours(path: pathlib.Path) -> None:
-    """Require a regular file that `save_models` wrote, as its header says."""
+def _foreign(path: pathlib.Path) -> str | None:
+    """Return what a path is, or None for a file that `save_models` wrote, as its header says."""
     found = kind(path)
-    if found is None:
-        raise ValueError(f"path must be a file, got {str(path)!r}, which is missing. {_REMEDY}")
-    if found == "a regular file":
-        try:
-            with safetensors.safe_open(path, framework="numpy") as file:
-                if _TEXT in (file.metadata() or {}):
-                    return
-            found = "safetensors of another program"
-        except (OSError, safetensors.SafetensorError) as error:
-            found = f"a damaged or foreign file ({error})"
-    raise ValueError(
-        f"path must be free, or a file that `Result.save` wrote, got {str(path)!r}, {found}. "
-        "Choose another path."
-    )
+    if found != "a regular file":
+        return found or "which is missing"
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            ours = _TEXT in (file.metadata() or {})
+    except (OSError, safetensors.SafetensorError) as error:
+        return f"a damaged or foreign file ({error})"
+    return None if ours else "safetensors of another program"
 
 
 def _digest(content: dict[str, Any], arrays: Arrays) -> str:

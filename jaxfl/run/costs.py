@@ -318,7 +318,9 @@ def plot_costs(
     *,
     metric: str = "accuracy",
 ) -> None:
-    """Draw a metric against megabytes and against hours, with a curve for each method.
+    """Draw a metric against megabytes, and against hours if the rows have them.
+
+    Each method has a curve.
 
     Args:
         costs: Rows of `deployment_cost` by the names of the methods.
@@ -326,7 +328,8 @@ def plot_costs(
         metric: Name of a column of the rows.
 
     Raises:
-        ValueError: The rows lack the metric or a value of it, or matplotlib is not installed.
+        ValueError: The rows lack the metric or a value of it, only some methods have hours, or
+            matplotlib is not installed.
         TypeError: The rows are not from `deployment_cost`.
     """
     if lacking := [name for name, rows in costs.items() if any(metric not in row for row in rows)]:
@@ -341,4 +344,10 @@ def plot_costs(
                 f"NaN in all rows of {name!r}. Give metric='central_accuracy' if only a central "
                 "set has tests."
             )
+    timed = {name: all("hours" in row for row in rows) for name, rows in costs.items()}
+    if any(timed.values()) and not all(timed.values()):
+        raise ValueError(
+            f"costs must have hours in the rows of all methods, or of none, got hours of "
+            f"{[name for name, has in timed.items() if has]}. Give deployment_cost a clock for all."
+        )
     plots.save(plots.against_costs(costs, metric), path)

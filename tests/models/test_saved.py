@@ -284,8 +284,14 @@ def test_nothing_that_is_not_ours_is_replaced_or_followed(result, tmp_path):
     (tmp_path / "link.safetensors").symlink_to(own)
     for name, kind in {"folder": "a folder", "link.safetensors": "a symbolic link"}.items():
         for touch in (result.save, load_model):
-            with pytest.raises(ValueError, match=f"{name}', {kind}. Choose another path"):
+            with pytest.raises(ValueError, match=f"{name}', {kind}. Choose another"):
                 touch(tmp_path / name)
+    with pytest.raises(
+        ValueError, match=r"must be a file that .* or foreign file .*Choose another file"
+    ):
+        load_model(tmp_path / "notes.txt")
+    with pytest.raises(ValueError, match=r"none', which is missing\. Choose another file"):
+        load_model(tmp_path / "none")
     before = own.read_bytes()
     assert result.save(own) == own
     assert own.read_bytes() == before

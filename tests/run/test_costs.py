@@ -245,6 +245,10 @@ def test_costs_are_drawn_against_bytes_and_hours(tmp_path):
     assert (tmp_path / "costs.svg").read_text().startswith("<?xml")
     with pytest.raises(ValueError, match="metric must be a column of all rows, got 'f1'"):
         plot_costs({"dp_fedavg": rows}, tmp_path / "costs.svg", metric="f1")
+    timed = [row | {"hours": 1.0} for row in rows]
+    without = [{name: value for name, value in row.items() if name != "hours"} for row in rows]
+    with pytest.raises(ValueError, match=r"hours in the rows of all .* got hours of \['timed'\]"):
+        plot_costs({"timed": timed, "others": without}, tmp_path / "costs.svg")
     untested = [row | {"accuracy": np.nan} for row in rows]
     with pytest.raises(ValueError, match="'accuracy', which is NaN in all rows of 'dp_fedavg'"):
         plot_costs({"dp_fedavg": untested}, tmp_path / "costs.svg")

@@ -318,12 +318,13 @@ def plan(
         found = {kind: best(mechanisms, step) for kind, mechanisms in candidates.items()}
         plans = [priced(kind, *chosen) for kind, chosen in found.items() if chosen is not None]
     if not plans:
-        under = ""
+        under, remedy = "", "Add 'poisson', which fits every cohort."
         if has_limits:
             under = f" under participations={participations}, separation={separation}"
+            remedy = "Allow more participations or a smaller separation, or give all kinds."
         raise ValueError(
             f"kinds must have one that fits cohort={cohort} of clients={clients}{under}, "
-            f"got {kinds!r}. Give other kinds."
+            f"got {kinds!r}. {remedy}"
         )
     return sorted(plans, key=_error)
 

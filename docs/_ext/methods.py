@@ -31,19 +31,19 @@ PAGES = (
         "sends nothing and costs no epsilon. `fedavg` shows what one shared model reaches without "
         "privacy. `fedprox` is for many local steps on clients that differ, where their models "
         "drift apart.",
-        "None of these methods is private: they neither clip nor add noise unless you give them a "
-        "mechanism. Compare with a local baseline that was trained to its own best round, as "
-        "`compare` does.",
+        "`fedavg` and `fedprox` are not private: they neither clip nor add noise unless you give "
+        "them a mechanism. Compare with a local baseline that was trained to its own best round, "
+        "as `compare` does.",
         ("fedavg", "methods", "text"),
     ),
     Page(
         "dp_fedavg",
         "DP-FedAvg",
         ("dp_fedavg", "dp_fedavg_fb"),
-        "Try this private method first. Other methods should beat it. `dp_fedavg_fb` costs no "
-        "further epsilon, because each client fits its head on its own data and sends nothing of "
-        "it. With `sampling=FixedSize(m)` it is GDP-FL (Geyer et al. 2017) with a constant clip "
-        "bound.",
+        "Use `dp_fedavg` as a private baseline, which other methods should beat. `dp_fedavg_fb` "
+        "costs no further epsilon, because each client fits its head on its own data and sends "
+        "nothing of it. With `sampling=FixedSize(m)`, `dp_fedavg` is GDP-FL (Geyer et al. 2017) "
+        "with a constant clip bound.",
         "Avoid it with few clients. The noise on the mean falls with the cohort, and with some "
         "dozens of clients training alone is hard to beat.",
         ("dp_pfeddsu", "mechanisms", "text", "lora", "feddpa", "audit"),
@@ -56,7 +56,7 @@ PAGES = (
         "classes, trains the model further, and mixes it with a model that it trains alone. The "
         "method has the epsilon of DP-FedAvg.",
         "Avoid it if evaluation must be fast, because every client trains its own model "
-        "`folds + 1` times. It needs a classification.",
+        "`folds + 1` times. By default it needs a classification.",
         ("map",),
     ),
     Page(
@@ -126,7 +126,7 @@ PAGES = (
         "Use it for a complete personal model per client, next to a shared model that is trained "
         "as if no client were personal.",
         "Avoid it if a client cannot store a full model, or cannot train twice. Fine-tuning the "
-        "head of a shared model is cheaper, and was as good in some of the measured seeds.",
+        "head of a shared model is cheaper, and was better in two of the three measured seeds.",
         ("methods",),
     ),
     Page(
@@ -215,7 +215,7 @@ PAGES = (
         "adp_pfl",
         "ADP-PFL",
         ("adp_pfl", "adp_pfl_paper"),
-        "Use it if noise should differ by round, or by client with its leakage risk. The risk is "
+        "Use it if noise should differ by round, or by the client's leakage risk. The risk is "
         "released with noise, and a filter stops each client at its budget.",
         "Avoid it for a first private model, because budgets by risk cost epsilon of their own.",
         ("adp_pfl", "audit"),

@@ -371,6 +371,7 @@ KINDS: dict[str, Callable[..., Kind]] = {
     "_check_plans": same(PLANS, nothing, bad=["plan", [MODEL]]), "_check_result": same(COSTED, nothing),
     "_check_costs": same({"fedavg": COSTS}, nothing, bad=[COSTS, {"a": 3}, {"a": [3]}]),
     "_check_mechanisms": same({}, no_names, bad=["mine", {"mine": 3}, {3: Mechanism()}, {"poisson": Mechanism()}]),
+    "_check_encoding": same(data.from_frame(FRAME, label="sick").encoding, entries(nothing), bad=[(), [{}]]),
     "_check_frame": same(FRAME, columns, bad=[{"a": 3}, {"a": []}]),
     "_check_splits": same({"train": STORED}, nothing, bad=[{"train": 3}]),
     "_check_token_lists": same([[1, 2]] * 4, entries(vector), bad=[

@@ -5,7 +5,7 @@ from jaxfl.data.corrupt import corrupt_clients, flip_labels, salt_and_pepper
 from jaxfl.data.efficientnet import efficientnet_lite0
 from jaxfl.data.encoder import Encoder
 from jaxfl.data.features import features
-from jaxfl.data.frame import from_frame
+from jaxfl.data.frame import ColumnEncoding, encode_frame, from_frame
 from jaxfl.data.huggingface import from_huggingface
 from jaxfl.data.leaf import from_leaf
 from jaxfl.data.lists import from_lists
@@ -24,6 +24,7 @@ from jaxfl.data.partition import (
 
 __all__ = [
     "NAMES",
+    "ColumnEncoding",
     "Dataset",
     "Encoder",
     "by_owner",
@@ -34,6 +35,7 @@ __all__ = [
     "dirichlet",
     "dirichlet_by_client",
     "efficientnet_lite0",
+    "encode_frame",
     "features",
     "flip_labels",
     "from_arrays",

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Float32, Int, Shaped
 
 from jaxfl._support.checks import (
     check_fraction,
@@ -27,6 +27,27 @@ _MOST_CATEGORIES = 100
 
 A column with more of them is an identifier, or numbers that were read as text.
 """
+
+
+class ColumnEncoding(NamedTuple):
+    """Encoding of a frame's column: the inputs that it becomes, as `from_frame` describes them.
+
+    Its values are plain ones. `json` can write `_asdict()`, and `ColumnEncoding(**values)` is the
+    encoding again.
+    """
+
+    column: str
+    """Name of the column."""
+    categories: Sequence[Any] | None = None
+    """Values that each become an input of 0 or 1. None stands for a column of numbers."""
+    bounds: tuple[float, float] | None = None
+    """Lower and upper bound of the numbers. None stands for the mean and the deviation."""
+    mean: float = 0.0
+    """Number that is subtracted from the numbers."""
+    deviation: float = 1.0
+    """Number by which they are then divided."""
+    gaps: bool = False
+    """Whether a further input is 1 where the column has a gap."""
 
 
 class _Column(NamedTuple):
@@ -157,7 +178,9 @@ def from_frame(
 ) -> Dataset:
     r"""Make a dataset of the rows of a data frame, for instance of a CSV file.
 
-    Each column becomes one or more inputs of float32 (`Dataset.columns` names them):
+    Each column becomes one or more inputs of float32. `Dataset.columns` names them, and
+    `Dataset.encoding` lets `encode_frame` do the same with further rows.
+
 
     - Numbers x become :math:`(x - \mu) / \sigma`, with the mean and the standard deviation of the
       column's training rows. With `bounds` (l, u) they become
@@ -216,10 +239,12 @@ def from_frame(
     _check_known("bounds", bounds, inputs)
     _check_known("categories", categories, [*inputs, label])
     rows = _read_rows(frame, test, [*inputs, label], owner, seed)
-    encoded: dict[str, np.ndarray] = {}
-    for column in inputs:
-        encoded |= _inputs_of(column, rows.columns[column], rows.trained, bounds, categories)
-    values = np.stack(list(encoded.values()), axis=1).astype(np.float32)
+    encoding = [
+        _encoding_of(column, rows.columns[column], rows.trained, bounds, categories)
+        for column in inputs
+    ]
+    encoded = _encode_columns(encoding, rows.columns)
+    values = _as_inputs(encoded)
     labels = _labels(label, rows.columns[label], categories.get(label))
     data = from_arrays(
         values[rows.trained],
@@ -230,7 +255,64 @@ def from_frame(
         owner=rows.owner,
         test_owner=rows.test_owner,
     )
-    return data._replace(columns=tuple(encoded))
+    return data._replace(columns=tuple(encoded), encoding=tuple(encoding))
+
+
+def _check_encoding(name: str, value: Any) -> tuple[ColumnEncoding, ...]:
+    """Require encodings of columns."""
+    if is_listed(value) and len(value) and all(isinstance(own, ColumnEncoding) for own in value):
+        return tuple(value)
+    raise TypeError(
+        f"{name} must be encodings of columns, got {show(value)}. "
+        "Give the `encoding` of a dataset from jaxfl.data.from_frame."
+    )
+
+
+@checked(frame=_check_frame, encoding=_check_encoding)
+def encode_frame(frame: Any, encoding: Sequence[ColumnEncoding]) -> Float32[np.ndarray, "n F"]:
+    """Return the inputs of further rows, such as new patients, for a model that has been trained.
+
+    The rows need no label. They are encoded as the rows of `from_frame` were: with its bounds,
+    means, standard deviations and categories. A name that is none of the categories becomes zeros.
+    A gap becomes 0, also in a column that had no gaps then.
+
+    Args:
+        frame: Frame of pandas or polars, or a dict of columns. Columns that are not in the encoding
+            are ignored.
+        encoding: `Dataset.encoding` of the dataset with which the model was trained.
+
+    Raises:
+        ValueError: A column is missing, or has dates, infinite numbers, or values of another kind
+            than before.
+        TypeError: `frame` has no columns, or `encoding` is none.
+
+    >>> data = from_frame({"age": [40.0, 60.0], "sick": [0, 1]}, label="sick")
+    >>> encode_frame({"age": [50.0, 60.0]}, data.encoding).tolist()
+    [[0.0], [1.0]]
+    """
+    for own in encoding:
+        if own.column not in frame:
+            raise ValueError(
+                f"frame must have the columns of encoding, got {show(frame)} without "
+                f"{own.column!r}. Add the column, with None in every row if it is not known."
+            )
+    columns = {
+        own.column: _read_column(f"frame[{own.column!r}]", frame[own.column]) for own in encoding
+    }
+    for own in encoding:
+        _check_kind(own, columns[own.column])
+    return _as_inputs(_encode_columns(encoding, columns))
+
+
+def _check_kind(encoding: ColumnEncoding, column: _Column) -> None:
+    """Require names where the encoding has names, and numbers where it has numbers."""
+    named = any(isinstance(choice, str) for choice in encoding.categories or ())
+    if named != (column.kind == "name") and not column.missing.all():
+        kinds = ("names", "numbers") if named else ("numbers", "names")
+        raise ValueError(
+            f"frame[{encoding.column!r}] must have {kinds[0]}, as the rows that were encoded "
+            f"before, got {kinds[1]}. Convert the column."
+        )
 
 
 class _Rows(NamedTuple):
@@ -394,35 +476,56 @@ def _drawn_for_tests(
     return places(own, order) < wanted[own]
 
 
-def _inputs_of(
+def _encoding_of(
     name: str,
     column: _Column,
     trained: Bool[np.ndarray, "n"],
     bounds: Mapping[str, tuple[float, float]],
     categories: Mapping[str, Sequence[Any]],
-) -> Iterator[tuple[str, Float[np.ndarray, "n"]]]:
-    """Yield the inputs that a column becomes, by name."""
-    if name in categories or column.kind == "name":
-        yield from _one_hot(name, column, trained, bounds, categories)
-    else:
-        yield name, np.where(column.missing, 0.0, _scaled(column, trained, bounds.get(name)))
+) -> ColumnEncoding:
+    """Return how a column becomes inputs, by what the caller says or by its training rows."""
     # The inputs of a column that the caller describes depend on no row.
-    if column.missing.any() or name in bounds or name in categories:
+    gaps = bool(column.missing.any()) or name in bounds or name in categories
+    sample = column.values[trained & ~column.missing]
+    if name in categories or column.kind == "name":
+        _check_without_bounds(name, bounds)
+        choices = categories.get(name) or _distinct(name, sample)
+        return ColumnEncoding(name, categories=tuple(choices), gaps=gaps)
+    if name in bounds:
+        return ColumnEncoding(name, bounds=bounds[name], gaps=gaps)
+    # A column without a single value in training rows has no mean.
+    if column.kind == "flag" or not len(sample):
+        return ColumnEncoding(name, gaps=gaps)
+    deviation = float(sample.std()) or 1.0
+    return ColumnEncoding(name, mean=float(sample.mean()), deviation=deviation, gaps=gaps)
+
+
+def _encode_columns(
+    encoding: Sequence[ColumnEncoding], columns: Mapping[str, _Column]
+) -> dict[str, np.ndarray]:
+    """Return the inputs that columns become, by name."""
+    found: dict[str, np.ndarray] = {}
+    for own in encoding:
+        found |= _inputs_of(own, columns[own.column])
+    return found
+
+
+def _as_inputs(encoded: Mapping[str, np.ndarray]) -> Float32[np.ndarray, "n F"]:
+    return np.stack(list(encoded.values()), axis=1).astype(np.float32)
+
+
+def _inputs_of(
+    encoding: ColumnEncoding, column: _Column
+) -> Iterator[tuple[str, Shaped[np.ndarray, "n"]]]:
+    """Yield the inputs that a column becomes, by name."""
+    name = encoding.column
+    if encoding.categories is None:
+        yield name, np.where(column.missing, 0.0, _scaled(encoding, column.values))
+    else:
+        for choice in encoding.categories:
+            yield f"{name}={choice}", ~column.missing & (column.values == choice)
+    if encoding.gaps:
         yield f"{name} missing", column.missing
-
-
-def _one_hot(
-    name: str,
-    column: _Column,
-    trained: Bool[np.ndarray, "n"],
-    bounds: Mapping[str, tuple[float, float]],
-    categories: Mapping[str, Sequence[Any]],
-) -> Iterator[tuple[str, Bool[np.ndarray, "n"]]]:
-    """Yield an input for each category of a column, by name."""
-    _check_without_bounds(name, bounds)
-    known = ~column.missing
-    for choice in categories.get(name) or _distinct(name, column.values[known & trained]):
-        yield f"{name}={choice}", known & (column.values == choice)
 
 
 def _check_without_bounds(name: str, bounds: Mapping[str, Any]) -> None:
@@ -433,19 +536,13 @@ def _check_without_bounds(name: str, bounds: Mapping[str, Any]) -> None:
         )
 
 
-def _scaled(
-    column: _Column, trained: Bool[np.ndarray, "n"], limits: tuple[float, float] | None
-) -> Float[np.ndarray, "n"]:
+def _scaled(encoding: ColumnEncoding, values: Float[np.ndarray, "n"]) -> Float[np.ndarray, "n"]:
     """Return the numbers of a column, scaled by bounds, or by statistics of the training rows."""
-    if limits is not None:
-        low, high = limits
+    if encoding.bounds is not None:
+        low, high = encoding.bounds
         # Clipping is what makes the bounds hold for rows that nobody has seen.
-        return 2 * (np.clip(column.values, low, high) - low) / (high - low) - 1
-    sample = column.values[trained & ~column.missing]
-    # A column without a single value in training rows has no mean.
-    if column.kind == "flag" or not len(sample):
-        return column.values
-    return (column.values - sample.mean()) / (sample.std() or 1.0)
+        return 2 * (np.clip(values, low, high) - low) / (high - low) - 1
+    return (values - encoding.mean) / encoding.deviation
 
 
 def _distinct(name: str, values: Shaped[np.ndarray, "n"]) -> list[str]:

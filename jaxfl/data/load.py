@@ -72,6 +72,9 @@ class Dataset(NamedTuple):
     """Owner of each test example."""
     columns: tuple[str, ...] = ()
     """Names of the inputs, if they come from a data frame (`jaxfl.data.from_frame`)."""
+    encoding: tuple[Any, ...] = ()
+    """Encoding of each of the frame's columns, by which `jaxfl.data.encode_frame` encodes others.
+    """
 
 
 def check_labels(

@@ -1,13 +1,14 @@
 """Data frames against scikit-learn's encoders, closed forms, and the same columns without pandas."""
 
 import datetime
+import json
 import re
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxfl.data import by_owner, from_frame, make_clients
+from jaxfl.data import ColumnEncoding, by_owner, encode_frame, from_frame, make_clients
 
 RNG = np.random.default_rng(0)
 N = 60
@@ -115,6 +116,57 @@ def test_statistics_are_those_of_training_rows():
     np.testing.assert_array_equal(data.train_inputs, alone.train_inputs)
 
 
+def test_further_rows_are_encoded_as_those_of_the_dataset():
+    frame = {
+        "x": [1.0, None, 4.0, 2.0],
+        "n": [3, 5, 5, 8],
+        "on": [True, None, False, True],
+        "age": [40.0, 60.0, None, 200.0],
+        "name": ["b", "", None, "a"],
+        "grade": [1, 2, 3, 2],
+        "y": [0.5, 1.0, 2.0, 3.0],
+    }
+    bounds, categories = {"age": (0, 100)}, {"grade": [1, 2, 3]}
+    data = from_frame(frame, label="y", test=0.5, bounds=bounds, categories=categories)
+    text = json.dumps([own._asdict() for own in data.encoding])
+    read = [ColumnEncoding(**own) for own in json.loads(text)]
+    of_all = np.concatenate([data.train_inputs, data.test_inputs])
+    unlabelled = {name: frame[name] for name in frame if name != "y"}
+    for encoding in (data.encoding, read):
+        found = encode_frame(unlabelled, encoding)
+        assert found.dtype == np.float32
+        labels = np.concatenate([data.train_labels, data.test_labels])
+        order = [frame["y"].index(label) for label in labels]
+        np.testing.assert_array_equal(found[order], of_all)
+        new = {name: [None] for name in unlabelled} | {"name": ["c"], "n": [8]}
+        row = dict(zip(data.columns, encode_frame(new, encoding)[0].tolist(), strict=True))
+        numbers = [
+            n for n, label in zip(frame["n"], frame["y"], strict=True) if label in data.train_labels
+        ]
+        assert row.pop("n") == pytest.approx((8 - np.mean(numbers)) / np.std(numbers))
+        marked = {name for name, value in row.items() if value}
+        assert marked == {"x missing", "on missing", "age missing", "grade missing"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"age": ["old"]}, r"frame\['age'\] must have numbers, as .* got names"),
+        ({"ward": [3]}, r"frame\['ward'\] must have names, as .* got numbers"),
+        ({"ward": [[1, 2]]}, "must be a vector"),
+    ],
+)
+def test_further_rows_have_the_same_kinds(change, message):
+    encoding = from_frame(FRAME, label="sick", owner="clinic").encoding
+    row = {"age": [50.0], "ward": ["east"]}
+    with pytest.raises(ValueError, match=message):
+        encode_frame(row | change, encoding)
+    with pytest.raises(
+        ValueError, match=r"frame must have the columns of encoding.*without 'ward'"
+    ):
+        encode_frame({"age": [50.0]}, encoding)
+
+
 def test_labels_are_numbered_by_name_or_by_the_given_order():
     frame = {"x": [0.0, 1.0, 2.0], "y": ["no", "yes", "no"], "stars": [1, 5, 3]}
     assert from_frame(frame, label="y", inputs=["x"]).train_labels.tolist() == [0, 1, 0]
@@ -137,7 +189,8 @@ def test_frames_of_pandas_give_what_their_columns_give():
     found, expected = (
         from_frame(given, label="sick", owner="clinic", test=0.2) for given in (frame, columns)
     )
-    for one, other in zip(found, expected, strict=True):
+    assert found.encoding == expected.encoding
+    for one, other in zip(found[:-1], expected[:-1], strict=True):
         np.testing.assert_array_equal(one, other)
     assert {"age missing", "ward missing", "bed missing", "urgent missing"} <= {*found.columns}
 

@@ -318,7 +318,8 @@ def plan(
         found = {kind: best(mechanisms, step) for kind, mechanisms in candidates.items()}
         plans = [priced(kind, *chosen) for kind, chosen in found.items() if chosen is not None]
     if not plans:
-        under, remedy = "", "Add 'poisson', which fits every cohort."
+        under = ""
+        remedy = "Add 'poisson', which fits every cohort."
         if has_limits:
             under = f" under participations={participations}, separation={separation}"
             remedy = "Allow more participations or a smaller separation, or give all kinds."

@@ -44,7 +44,7 @@ class Backend(NamedTuple):
     few_kernels: bool
     """Whether vectorised loops are written for few kernels (see `jaxfl.local.lanes`)."""
     microbatch: int | None
-    """Number of examples that pass through a network at once if a batch's maps exceed the caches.
+    """Number of examples in a pass of a network whose feature maps of a batch exceed the caches.
 
     None stands for the batch.
     """

@@ -130,7 +130,8 @@ def early_stopping(
     """End the run when a metric has had no better value for `patience` evaluations.
 
     The last round is chosen by the scores on the clients' test examples, and no epsilon covers this
-    choice.
+    choice. NaN counts as the worst value. The callback raises a ValueError at an evaluation whose
+    row lacks the metric.
 
     Args:
         metric: Name of the metric.
@@ -184,7 +185,7 @@ class EpsilonBudget:
         if not done and first > self.limit:
             raise ValueError(
                 f"epsilon must be at least {first:.6g}, which the rounds until the first "
-                f"evaluation cost, got {self.limit:g}. Lower eval_every, or add noise."
+                f"evaluation cost, got {self.limit:g}. Lower eval_every, or raise noise_multiplier."
             )
 
     def __call__(self, rows: list[EvaluationRow]) -> bool:
@@ -205,8 +206,8 @@ class EpsilonBudget:
         if value is None or not math.isfinite(value):
             raise ValueError(
                 "epsilon_budget() must be for an observer and a unit that the run protects, got "
-                f"{self.what}, whose epsilon is infinite. Give another observer or unit, or add "
-                "noise."
+                f"{self.what}, whose epsilon is infinite. Give another observer= or unit=, or give "
+                "the method a larger noise_multiplier."
             )
         return value
 
@@ -223,7 +224,7 @@ def epsilon_budget(
     The epsilons are those of the privacy statement, by its accountant. The cost of the next
     interval assumes that every client takes part in every round that it can. Outside of a run, the
     next interval counts as much as the last one. A run without protection of the unit raises an
-    error before its first round.
+    error before its first round, and so does a run whose first interval exceeds the budget.
 
     Args:
         epsilon: The budget.
@@ -248,7 +249,13 @@ def epsilon_budget(
 
 @checked(path=check_path)
 def csv(path: str | os.PathLike) -> Callback:
-    """Write all rows to a file of comma-separated values. A missing folder is made."""
+    """Write all rows to a file of comma-separated values.
+
+    A missing folder is made, and the rows of a run replace what the file held before.
+
+    Args:
+        path: The file, for instance "metrics.csv".
+    """
     file = pathlib.Path(path)
 
     def of_run() -> _Log:
@@ -296,6 +303,12 @@ def tensorboard(folder: str | os.PathLike) -> Callback:
     """Write event files for TensorBoard (extra `[tb]`).
 
     A resumed run writes all of its rows again, and hides the earlier ones.
+
+    Args:
+        folder: Folder of the event files, which `tensorboard --logdir` shows.
+
+    Raises:
+        ValueError: The package tensorboardX is not installed.
     """
     try:
         from tensorboardX import SummaryWriter
@@ -349,7 +362,8 @@ def mlflow(library: Any, run_id: str | None = None) -> Callback:
     """
     if not callable(getattr(library, "log_metrics", None)):
         raise TypeError(
-            f"library must be the module mlflow, got {show(library)}. Import it, and give it."
+            f"library must be the module mlflow, got {show(library)}. "
+            "Give it after `import mlflow`."
         )
 
     def log(row: EvaluationRow) -> None:

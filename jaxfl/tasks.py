@@ -74,8 +74,8 @@ class Metric(NamedTuple):
       ratio. An undefined score, such as one that needs a positive example, is NaN. The client is
       then left out of the mean over clients.
     - `merge(first, second)` returns the sums of two batches together, and adds them by default.
-      Zeros stand for a batch without examples. A spread needs another `merge`, because a
-      difference of sums of squares loses its digits.
+      Zeros stand for a batch without examples. A variance needs another `merge`, because the
+      difference of two large sums of squares loses digits.
     """
 
     sums: Callable[[Array, Array, Float[Array, "B"]], Any]
@@ -283,12 +283,13 @@ def classification(
 
     Args:
         metrics: Names of metrics: "accuracy", "f1" and "auc". "f1" is the mean of
-            2 TP / (2 TP + FP + FN) over the classes that are seen or predicted. "auc" is the mean
-            over classes of P(p_k of an example of class k > p_k of another example), where equal
-            p_k count one half. The default is accuracy.
-        exact: Number of test examples of a client up to which "auc" is exact. For clients with more
-            of them it is computed by 256 thresholds. An evaluation keeps so many outputs of a
-            client, at most 65,535.
+            2 TP / (2 TP + FP + FN) over the classes that are seen or predicted, by numbers of true
+            positives, false positives and false negatives. "auc" is the mean over classes of
+            P(p_k of an example of class k > p_k of another example), where equal p_k count one
+            half. Here p_k is the softmax of the logits at class k. The default is accuracy.
+        exact: Number of test examples of a client up to which "auc" is exact, at most 65,535. For
+            clients with more of them, 256 thresholds approximate it. An evaluation keeps as many
+            outputs of a client in memory.
         class_weights: Factor :math:`w_k` above 0 of the loss of each class, so that the loss of an
             example is :math:`-w_y \log p_y`. Means still divide by the number of examples. No
             epsilon covers weights that follow from clients' labels. None stands for factors of 1.
@@ -378,7 +379,7 @@ def multi_label(*metrics: str, exact: int = _EXACT) -> Task:
         known_values = np.isin(labels, (0, 1))
         if not known_values.all():
             raise ValueError(
-                f"needs clients.labels of 0 and 1, got {labels[~known_values][0]}. "
+                f"must have clients.labels of 0 and 1, got {labels[~known_values][0]}. "
                 "Give 1 for the labels of an example, and 0 for others."
             )
 
@@ -390,12 +391,16 @@ def multi_label(*metrics: str, exact: int = _EXACT) -> Task:
 def regression(*metrics: str) -> Task:
     """Return the task of predicting numbers, by the mean squared error.
 
-    Outputs `[B, ...]` and labels `[D, ...]` have one shape, or are `[B, 1]` and `[D]`.
+    Outputs `[B, ...]` and labels `[D, ...]` have the same axes after the first, or are `[B, 1]` and
+    `[D]`. The loss of an example is the mean of the squared errors of its numbers.
 
     Args:
         metrics: Names of metrics: "mse", "mae" and "r2". "r2" is 1 - sum of squared errors / sum of
             squares about the client's own mean. It is NaN for a client whose labels are all equal.
             The default is all three.
+
+    Raises:
+        ValueError: The name of a metric is unknown.
     """
 
     def errors(outputs: Array, labels: Array) -> Float[Array, "B F"]:
@@ -474,13 +479,16 @@ def regression(*metrics: str) -> Task:
 def next_token(*metrics: str, ignore: int = -1) -> Task:
     """Return the task of predicting one of V tokens at each position, by cross-entropy.
 
-    Outputs are logits `[B, L, V]`, and labels `[D, L]` are whole numbers below V. The loss of an
-    example is the mean over its positions.
+    Outputs are logits `[B, L, V]` at L positions, and labels `[D, L]` are whole numbers below V.
+    The loss of an example is the mean over its positions that count, or 0 if none does.
 
     Args:
         metrics: Names of metrics: "accuracy" and "perplexity", over all positions of a client. The
             default is both.
         ignore: Label of positions that do not count, such as padding.
+
+    Raises:
+        ValueError: The name of a metric is unknown.
     """
 
     def tokens(outputs: Array, labels: Array) -> tuple[Float[Array, "B L"], Bool[Array, "B L"]]:
@@ -526,9 +534,9 @@ def next_token(*metrics: str, ignore: int = -1) -> Task:
         if counted.size and counted.dtype.kind == "i" and counted.min() < 0:
             least = counted.min()
             raise ValueError(
-                f"needs clients.labels of at least 0, or of {ignore} where a position does not "
+                f"must have clients.labels of at least 0, or of {ignore} where a position does not "
                 f"count, got {least}. If {least} marks such positions, give the model "
-                f"task=jaxfl.tasks.next_token(ignore={least}), otherwise number the tokens from 0."
+                f"task=jaxfl.tasks.next_token(ignore={least}). Otherwise number the tokens from 0."
             )
         _check_labels(counted, 1, outputs.shape[2], "whole numbers")
 
@@ -551,12 +559,13 @@ def _check_labels(labels: np.ndarray, axes: int, classes: int, wanted: str) -> N
     """Require whole-number labels with this number of axes, from 0 to below `classes`."""
     if labels.ndim != axes or labels.dtype.kind not in "iu":
         raise ValueError(
-            f"needs clients.labels of {wanted}, got {labels.dtype} of shape {labels.shape}. "
-            "Convert the labels, or give the model another task."
+            f"must have clients.labels of {wanted}, got {labels.dtype} of shape {labels.shape}. "
+            "Convert the labels, or give the model another task, such as jaxfl.tasks.regression()."
         )
     if labels.size and labels.min() < 0:
         raise ValueError(
-            f"needs clients.labels of at least 0, got {labels.min()}. Number the classes from 0."
+            f"must have clients.labels of at least 0, got {labels.min()}. "
+            "Number the classes from 0."
         )
     if labels.size and labels.max() >= classes:
         most = labels.max()
@@ -729,14 +738,15 @@ def auc_interval(
             1 + k \frac{1 - \theta}{2 - \theta} + k \frac{\theta}{1 + \theta} \Big),
         \qquad k = \frac{m + n}{2} - 1.
 
-    The interval is that of one score of examples that are drawn anew. It does not cover the choice
-    of a model, nor the noise of its training.
+    Here :math:`z` is the normal quantile of `level`, for instance 1.96 for 0.95. The interval
+    covers the random draw of the test examples. It does not cover the choice of a model, nor the
+    noise of its training.
 
     Args:
         auc: Areas A from 0 to 1, such as each client's "auc". NaN gives NaN.
         positive: Numbers m of test examples of the class, at least 1.
         negative: Numbers n of other test examples, at least 1.
-        level: Probability with which an interval has the true area.
+        level: Probability with which an interval contains the true area.
 
     Returns:
         Lower and upper limits, each of the shape of the areas.
@@ -756,7 +766,8 @@ def auc_interval(
         raise ValueError(f"level must be in (0, 1), got {level!r}. Give for instance 0.95.")
     if np.any((np.asarray(auc) < 0) | (np.asarray(auc) > 1)):
         raise ValueError(
-            f"auc must have areas in [0, 1], got {auc!r}. Give for instance a client's 'auc'."
+            f"auc must have areas in [0, 1], got {auc!r}. "
+            "Give for instance result.scores['auc'] of a run."
         )
     for name, counts in (("positive", positive), ("negative", negative)):
         if np.any((np.asarray(counts) < 1) & ~np.isnan(auc)):

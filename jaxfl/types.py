@@ -111,7 +111,7 @@ class StepNoise(NamedTuple):
     """Noise that the engine provides for a client's private local steps (`jaxfl.privacy.DPSGD`)."""
 
     multiplier: Any
-    """Std of the noise on a sum of clipped gradients, over the clip bound, as in the ledger."""
+    """Std of the noise on a sum of clipped gradients, divided by the clip bound."""
     key: Any
     """Key of the batches and the noise."""
 
@@ -209,19 +209,19 @@ class Model(NamedTuple):
       if a model has no such rule.
     - `layers` and `head` name the layers in depth order, and those of the head.
     - `microbatch` examples go through the network at once in a local step. None takes all of a
-      batch, and "auto" takes what suits large maps on the devices. Only speed and memory depend on
-      it.
+      batch, and "auto" takes what suits large feature maps on the devices. The number changes only
+      speed and memory.
     - `ghost_norms(params, x, probe)` has the values of `apply`, and its gradient by `probe` [B] is
       the squared norm of each example's gradient (see `jaxfl.privacy.dp_sgd`). Private steps clip
       by these norms, so a model with another `apply` needs other norms, or None.
-    - `input_shape` is the shape of an example. None accepts any that `prepare` takes.
+    - `input_shape` is the shape of an example. None accepts any shape that `prepare` takes.
     - `frozen` holds weights that are not parameters. The model's functions read them by
       `jaxfl.models.frozen.current`.
     - `vocabulary` is the number of rows of the table that whole-number inputs index. None means
       that it is unknown, or that there is no table. A run checks the inputs against it, because JAX
       reads another row for an index outside the table.
-    - `recipe` says how a builder made the model (see `jaxfl._support.recipes`), so that a file can
-      say it.
+    - `recipe` says how a builder made the model (see `jaxfl._support.recipes`), so that
+      `jaxfl.load_model` can build it again. None stands for a model of no such builder.
     """
 
     name: str
@@ -274,12 +274,12 @@ class Terms(NamedTuple):
 
 
 class Sparse(NamedTuple):
-    """Number of coordinates that a client's update has off zero, for the count of sent bytes."""
+    """Number of nonzero coordinates of a client's update, for the count of sent bytes."""
 
     values: Callable[[Tree], Number]
     """Function from the shapes of an update to the number of its coordinates that are sent."""
     public: bool
-    """Whether the server knows which coordinates they are, so that no client has to send that."""
+    """Whether the server knows these coordinates, so that no client has to send their places."""
 
 
 class Algorithm(NamedTuple):
@@ -304,12 +304,12 @@ class Algorithm(NamedTuple):
         personalize: Function that returns the weights for a client's evaluation.
         mechanism: A `jaxfl.privacy.Mechanism`, which clips, adds noise, aggregates and accounts.
         dp_sgd: The `jaxfl.privacy.DPSGD` by which `client_update` trains, so that the engine gives
-            its noise and the statement its epsilon. None if it makes no private steps.
+            its noise and the statement its epsilon. None if `client_update` makes no private steps.
         terms: Terms of the privacy statement, such as its delta and the paper's claim.
         sends: Kind of the update in a message: a difference, or the client's weights.
         audit: Canaries that take part. `simulate(audit=...)` sets it.
-        sparse: Number of coordinates that an update has off zero, for the count of sent bytes. None
-            if it may have all of them.
+        sparse: Number of nonzero coordinates of an update, for the count of sent bytes. None if all
+            of its coordinates may be nonzero.
     """
 
     name: str
@@ -323,7 +323,7 @@ class Algorithm(NamedTuple):
     mechanism: Any
     """A `jaxfl.privacy.Mechanism`."""
     dp_sgd: Any = None
-    """A `jaxfl.privacy.DPSGD`: the private local steps of `client_update`. None if it has none.
+    """A `jaxfl.privacy.DPSGD`: the private local steps of `client_update`. None without such steps.
 
     The engine provides their noise.
     """
@@ -334,7 +334,7 @@ class Algorithm(NamedTuple):
     audit: Any = None
     """A `jaxfl.privacy.Canaries` that take part with the clients. None without an audit."""
     sparse: Sparse | None = None
-    """Number of coordinates that an update has off zero. None if it may have all of them."""
+    """Number of nonzero coordinates of an update. None if all of them may be nonzero."""
 
 
 class Ledger(NamedTuple):

@@ -495,7 +495,7 @@ TAKEN: dict[str, list[Any]] = {
 """By function and argument, what must be taken, where it is less than what the check says."""
 
 RECORDS = {
-    "Algorithm", "Candidate", "ClientData", "Clients", "Comparison", "Dataset", "Encoder", "Ledger",
+    "Algorithm", "Candidate", "ClientData", "Clients", "ColumnEncoding", "Comparison", "Dataset", "Encoder", "Ledger",
     "Message", "Metric", "Model", "NAMES", "Result", "Sampling", "Task", "Terms", "TrainedModel",
 }  # fmt: skip
 """Public names that take anything: what is in them is checked where they are used."""

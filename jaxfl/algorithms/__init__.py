@@ -1,4 +1,13 @@
-"""Algorithms, one file per paper or family, and the adaptive optimizers of a server."""
+r"""Algorithms, one file per paper or family, and the adaptive optimizers of a server.
+
+Equations have these letters, unless a method says otherwise: :math:`F_i` is the mean loss of client
+i on its own examples, and :math:`w^t` or :math:`\theta^t` are the weights that round t broadcasts.
+:math:`\Delta_i` is the update of client i, :math:`\Omega_t` are the participants, and q N of the N
+clients are expected to take part. :math:`\eta` and :math:`\eta_g` are learning rates of clients and
+of the server, :math:`\phi` is an extractor of features, and :math:`\odot` multiplies by coordinate.
+"Aggregate" is what the mechanism returns to the server, for instance a noisy mean of clipped
+updates.
+"""
 
 from jaxfl.algorithms.adp_pfl import adp_pfl, adp_pfl_paper
 from jaxfl.algorithms.apfl import apfl

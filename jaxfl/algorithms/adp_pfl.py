@@ -256,6 +256,9 @@ def adp_pfl(
     References: ADP-PFL: Differential Privacy Federated Learning Based on Privacy Budget Allocation
         and Sparsification.
 
+    Raises:
+        ValueError: `noise` or `risk_bounds` does not fit `risks`, or a number is out of range.
+
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Full
     >>> from jaxfl.privacy.schedule import client_noise, round_budgets
@@ -268,12 +271,13 @@ def adp_pfl(
     if isinstance(noise, ClientNoise) != (risks is not None):
         raise ValueError(
             "noise must be the result of `client_noise` with risks, and plain numbers without, got "
-            f"{noise!r} with risks={risks!r}. Change noise, or risks."
+            f"{noise!r} with risks={risks!r}. Give noise=client_noise(...), or leave risks out."
         )
     if isinstance(risks, str) != (risk_bounds is not None):
         raise ValueError(
             "risk_bounds must be (least, greatest) with risks='private', and None otherwise, got "
-            f"{risk_bounds!r} with risks={risks!r}. Change risk_bounds, or risks."
+            f"{risk_bounds!r} with risks={risks!r}. Give for instance risk_bounds=(0.1, 10.0) with "
+            "private risks, and leave it out otherwise."
         )
     bounded: dict[str, Any] = {"clip": clip, "sampling": sampling}
     if not isinstance(noise, ClientNoise):
@@ -359,6 +363,9 @@ def adp_pfl_paper(
         the noise would too.
     References: ADP-PFL: Differential Privacy Federated Learning Based on Privacy Budget Allocation
         and Sparsification.
+
+    Raises:
+        ValueError: `sensitivity` is "C/m", and `sampling` is no `FixedSize`.
 
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import FixedSize

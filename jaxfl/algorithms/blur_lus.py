@@ -51,7 +51,7 @@ def blur_lus(
         sampling: The sampler, which draws the participants of each round.
         penalty_weight: :math:`\lambda`. With 0 there is no penalty.
         density: c, the share of each kernel's update that is sent: its largest entries, where ties
-            go to the lower index. Biases and scales are sent in full. With 1 everything is.
+            go to the lower index. Biases and scales are sent in full. With 1 everything is sent.
         local: Local training of a client in one round. A `DPSGD` protects single examples.
         gradient: Function that changes how a local step computes its gradient, such as
             `jaxfl.local.sam.sam(0.5)`. None takes the gradient of the batch.

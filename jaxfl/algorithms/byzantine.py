@@ -40,6 +40,9 @@ def byzantine(
     Guarantee: The method's guarantee, for honest clients.
     References: Blanchard et al. 2017 (noise); Li et al., RSA, AAAI 2019 (sign flipping).
 
+    Raises:
+        ValueError: An index of `liars` is below 0. When a run starts: an index is of no client.
+
     >>> from jaxfl.algorithms import fedavg
     >>> from jaxfl.models import mlp
     >>> byzantine(fedavg(mlp((8, 8, 1), 10, hidden=(16,))), [0, 7]).name

@@ -37,7 +37,9 @@ def dp_fedavg_mixed(
     folds: int = 3,
     delta: float | None = None,
 ) -> Algorithm:
-    r"""Build the map's recipe: a private shared model that every client personalises for itself.
+    r"""Build a private shared model that every client personalises for itself.
+
+    `experiments/map` compares this recipe with other methods.
 
     .. math::
         p_i(y | x) = \lambda_i \, p(y | x; v_i)
@@ -63,9 +65,10 @@ def dp_fedavg_mixed(
         train: Penalty of the maps in rounds, in examples. None trains the model itself.
         penalty: Penalty of the map before an evaluation, in examples. None leaves the map out.
         smoothing: Number of examples that are added to every class of a client, whose shares of
-            classes then correct its predictions (`prior_corrected`) in place of a map. Choose
-            between both on validation examples, as a rate: the correction is better where clients
-            differ in nothing but their labels, and costs some accuracy where labels do not differ.
+            classes then correct its predictions (`prior_corrected`) in place of a map. None
+            corrects nothing. Choose between a map and a correction on validation examples, as you
+            choose a learning rate: the correction is better where clients differ in nothing but
+            their labels, and costs some accuracy where labels do not differ.
         tuning: Training of the shared model by a client before evaluation. None leaves it out.
         alone: Training of a client's own model, with as many epochs as training alone takes.
         folds: Number of parts of a client's examples, each of which is left out once.

@@ -86,8 +86,8 @@ def dp_pfeddsu(
        (10),
     3. sends :math:`\Delta_i = (\theta - \theta^{t-1}) \odot M`.
 
-    Before evaluation every client fits its head to the current extractor once more. No client keeps
-    the result.
+    CE is the loss of the task, a cross-entropy by default. Before evaluation every client fits its
+    head to the current extractor once more. No client keeps the result.
 
     Args:
         model: The network, of which `model.head` stays with the clients.

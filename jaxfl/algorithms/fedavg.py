@@ -41,7 +41,7 @@ def local_only(
 ) -> Algorithm:
     """Build local training: every client trains alone, from one public initialisation.
 
-    Clients send nothing, which has an epsilon of 0. No epsilon covers their models.
+    Clients send nothing, so that the epsilon is 0. No epsilon covers their models.
 
     Args:
         model: The network.
@@ -89,9 +89,9 @@ def fedavg(
     .. math:: \theta \leftarrow \theta + \eta_g \frac{\sum_i w_i \Delta_i}{\sum_i w_i}
 
     Both sums are over the participants of a round, :math:`w_i` are the mechanism's weights, and
-    :math:`\eta_g` is the server's learning rate. This is the default mechanism, of which
-    `denominator="participants"` is a part. With `Mechanism(...)` as it is, the denominator is the
-    expected sum of weights.
+    :math:`\eta_g` is the server's learning rate. The default mechanism divides by the sum of the
+    participants' weights, because it has `denominator="participants"`. A `Mechanism(...)` without
+    this argument divides by the expected sum of weights.
 
     Args:
         model: The network.
@@ -307,8 +307,8 @@ def keeps_models(base: Algorithm, name: str, client_update: Callable[..., tuple]
     Args:
         base: The method whose server, mechanism and terms stay.
         name: Name of the new method.
-        client_update: Its client update. A client's state is its model, which starts as the
-            server's initial parameters.
+        client_update: Client update of the new method. A client's state is its model, which starts
+            as the server's initial parameters.
     """
 
     def init(key: Key[Array, ""], num_clients: int) -> tuple[Server, Params]:

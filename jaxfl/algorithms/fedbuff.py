@@ -53,7 +53,7 @@ def fedbuff(algorithm: Algorithm, *, staleness: int | Int[np.ndarray, "C"]) -> A
     Guarantee: The method's guarantee, for the observer of sums and broadcasts, because updates are
         clipped after scaling, and a client's staleness concerns its own update alone. The sampler
         says which clients fill a buffer. Poisson sampling and fixed sizes amplify only if a
-        deployment draws its cohorts so.
+        deployment draws its cohorts in this way.
     Deviations from the paper: The buffer's size is the sampler's cohort. Staleness is uniform, or
         each client's own. If a method has a mask for each round, what a stale client sends off the
         current mask is lost.

@@ -70,6 +70,8 @@ def feddpa(
        :math:`\mathrm{CE} + \frac{\lambda_2}{2} \big| \|(w - w^{t-1}) \odot M_2\| - C \big|`,
     5. sends :math:`\Delta_i = w_i - w^{t-1}` on all coordinates. Masks never leave the client.
 
+    CE is the loss of the task, a cross-entropy by default.
+
     Args:
         model: The network.
         sampling: The sampler, which draws the participants of each round.
@@ -187,9 +189,9 @@ def paper_noise_multiplier(
         epsilon: The epsilon to claim.
         delta: The delta of the claim (0.1 in the published code).
         examples: n, the number of training examples of all clients together.
-        batch_size: B.
+        batch_size: B, the number of examples in a batch.
         epochs: E, the local epochs of a round.
-        rounds: T.
+        rounds: T, the number of rounds.
         rate: q, the share of the clients in a round.
 
     >>> rule = dict(examples=50_000, batch_size=16, epochs=2, rounds=15, rate=1.0)
@@ -221,9 +223,9 @@ def paper_epsilon(
         noise_multiplier: :math:`\sigma`.
         delta: The delta of the claim (0.1 in the published code).
         examples: n, the number of training examples of all clients together.
-        batch_size: B.
+        batch_size: B, the number of examples in a batch.
         epochs: E, the local epochs of a round.
-        rounds: T.
+        rounds: T, the number of rounds.
         rate: q, the share of the clients in a round.
     """
     steps, sampling = _paper_rule(examples, batch_size, epochs, rounds, rate)

@@ -58,9 +58,10 @@ def fedrep(
         \Delta_i = \arg\min_\phi F_i(\phi, h_i) - \phi^{t-1}, \qquad
         \phi^t = \phi^{t-1} + \eta_g \, \mathrm{aggregate}(\Delta)
 
-    A few epochs approach each minimum, and a head starts from where the last round ended.
-    Before evaluation every client, participant or not, fits its head to the current extractor once
-    more. No client keeps the result.
+    Here :math:`\phi` is the extractor, and :math:`h_i` is the head of client i. A few epochs
+    approach each minimum, and a head starts from where the client's last round ended. Before
+    evaluation every client, participant or not, fits its head to the current extractor once more.
+    No client keeps the result.
 
     Args:
         model: The network, of which `model.head` stays with the clients. If the head is empty,

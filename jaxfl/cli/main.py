@@ -291,7 +291,7 @@ def plan(
         clients: Number of clients, N.
         cohort: Number of clients expected in a round.
         rounds: Number of rounds, T.
-        epsilon: The budget, which determines the noise. Give it or noise_multiplier.
+        epsilon: The budget, which determines the noise. Give epsilon or noise_multiplier.
         noise_multiplier: Std of the noise on a sum divided by the clip bound, which determines
             epsilon.
         delta: Failure probability (default: min(1e-5, 1 / (10 N))).
@@ -353,8 +353,8 @@ def data(name: str = "all", /) -> None:
     """Show which datasets are on this machine, and how to get one that is not.
 
     Args:
-        name: Name of a dataset. The command shows where it is, or how to get it. The default shows
-            all datasets.
+        name: Name of a dataset. The command shows where this dataset is, or how to get it. The
+            default shows all datasets.
     """
     check_choice("name", name, ("all", *NAMES))
     if name not in ("all", "digits"):

@@ -44,7 +44,8 @@ def _each(check: Check, count: int | None = None) -> Check:
         if not isinstance(value, tuple | list) or not value or len(value) != (count or len(value)):
             number = count or "one or more"
             raise ValueError(
-                f"{name} must be a list of {number} values, got {show(value)}. Give such a list."
+                f"{name} must be a list of {number} values, got {show(value)}. "
+                "Give a list, for instance [0.03, 0.3]."
             )
         return tuple(check(f"{name}[{index}]", item) for index, item in enumerate(value))
 

@@ -59,7 +59,7 @@ def make_clients(
             examples (see `hold_out`).
 
     Returns:
-        Clients as host arrays: a store of all training and test examples, lists of the clients'
+        C clients as host arrays: a store of all training and test examples, lists of the clients'
         rows, and sizes [C].
 
     Raises:
@@ -147,13 +147,14 @@ def packed(lists: Lists, size: Int[np.ndarray, "C"]) -> Lists:
 def hold_out(clients: Clients, share: float = 0.2, *, seed: int | None = None) -> Clients:
     """Return clients that are tested on a share of their training examples.
 
-    They no longer train on this share. Use the result for tuning, so that the clients' own test
-    examples stay unseen, and where clients have no test examples. A client keeps at least one
-    example for training, and holds out at least one unless it has a single example.
+    The clients no longer train on this share, and their own test examples are left out. Use the
+    result for tuning, so that these stay unseen, or if clients have no test examples. A client with
+    two examples or more holds out at least one, and keeps at least one for training. A client with
+    fewer holds out none.
 
     Args:
         clients: Clients whose training examples are divided.
-        share: Share of each client's training examples to hold out, rounded.
+        share: Share in (0, 1) of each client's training examples to hold out, rounded.
         seed: Seed of the draw. None holds out the last examples of each client, in the order of
             its rows.
 
@@ -190,7 +191,8 @@ def leave_out(clients: Clients, share: float = 0.1, *, seed: int) -> tuple[Clien
 
     Args:
         clients: Clients to divide, at least two.
-        share: Share of the clients to leave out, rounded. Each part has at least one client.
+        share: Share in (0, 1) of the clients to leave out, rounded. Each part has at least one
+            client.
         seed: Seed of the draw.
 
     Raises:

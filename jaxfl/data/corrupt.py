@@ -24,7 +24,8 @@ def _check_pixels(name: str, value: Any) -> np.ndarray:
     inputs = check_array(name, value)
     if inputs.dtype != np.uint8 and not np.issubdtype(inputs.dtype, np.floating):
         raise ValueError(
-            f"{name} must be bytes or floating numbers, got {inputs.dtype}. Convert them."
+            f"{name} must be bytes or floating numbers, got {inputs.dtype}. "
+            "Convert them, for instance by inputs.astype(np.float32)."
         )
     check_inputs(name, inputs)
     return inputs
@@ -148,7 +149,7 @@ def corrupt_clients(
 def flip_labels(labels: np.ndarray, rows: np.ndarray, *, classes: int) -> np.ndarray:
     """Return labels in which class k of the given rows has become K - 1 - k.
 
-    Clients with such rows lie by their data.
+    The labels of dishonest clients may be flipped in this way.
 
     Args:
         labels: Class labels `[D]`. They are not changed.

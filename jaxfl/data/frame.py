@@ -183,7 +183,7 @@ def from_frame(
 
 
     - Numbers x become :math:`(x - \mu) / \sigma`, with the mean and the standard deviation of the
-      column's training rows. With `bounds` (l, u) they become
+      column's training rows, or with 1 if this deviation is 0. With `bounds` (l, u) they become
       :math:`2 (\min(\max(x, l), u) - l) / (u - l) - 1`.
     - Booleans become 0 and 1.
     - Names, such as "ward 3", become one input of 0 or 1 for each different name of the training
@@ -200,8 +200,8 @@ def from_frame(
         owner: Name of the column with the owners, such as hospitals, for `by_owner`. None leaves
             owners out.
         inputs: Names of the columns that become inputs. None takes all but `label` and `owner`.
-        test: Test rows: another frame with these columns, or a share in (0, 1) of each owner's
-            rows, rounded, which is drawn. None makes no test rows.
+        test: Test rows: another frame with these columns, or a share in (0, 1). The share of each
+            owner's rows, rounded, is drawn at random. None makes no test rows.
         seed: Seed of the draw.
         bounds: Lower and upper bound of columns of numbers.
         categories: Values of columns, in the order of their inputs, or of the label's classes. Any
@@ -211,7 +211,8 @@ def from_frame(
     Guarantee:
         No epsilon covers means, standard deviations and categories, nor which columns have gaps:
         they follow from the private rows of all owners. Columns in `bounds` and `categories`
-        reveal nothing in this way if these are public knowledge, such as the limits of an age.
+        reveal nothing in this way if their bounds and categories are public knowledge, such as the
+        limits of an age.
 
     Raises:
         ValueError: A column does not exist, or has dates, infinite numbers or values of several

@@ -47,7 +47,7 @@ def from_leaf(folder: str | os.PathLike[str]) -> Dataset:
         folder: Folder of the data.
 
     Raises:
-        ValueError: There is no JSON file, or a file is not LEAF's. Inputs are words.
+        ValueError: There is no JSON file, a file is not LEAF's, or inputs are words.
 
     References:
         Caldas et al. 2019, "LEAF: a benchmark for federated settings" (arXiv:1812.01097).

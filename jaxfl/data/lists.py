@@ -80,19 +80,19 @@ def from_lists(
     tokens count. A shorter list has zeros in front of it, so that the last position, after which
     models with `every=False` predict, is the last token.
 
-    A model has a vocabulary of one more than the largest number: `len(vocabulary) + 1`.
+    A model needs a vocabulary of one more than the largest number: `len(vocabulary) + 1`.
 
     Args:
-        users: User `[n]` of each list: names, or whole numbers of 64 bits. They become the owners
-            of the examples, for `by_owner`.
+        users: User `[n]` of each list: names, or whole numbers. They become the owners of the
+            examples, for `by_owner`.
         tokens: Lists of tokens of any length: whole numbers from 0, or str with a `vocabulary`. A
             text counts as the list of its characters.
         length: L, the number of tokens of an example.
         labels: Label `[n]` of each list. None lets every position predict the next token.
         vocabulary: Tokens that are known, numbered from 1. Others become 0. None requires numbers.
         most: Largest number of examples of a user, of which the first ones are kept. None keeps
-            all. A bound keeps users with long texts from dominating their own round's time. A
-            user-level epsilon does not depend on it, because updates are clipped.
+            all. A bound keeps users with long texts from slowing down their rounds. The epsilon of
+            a user does not depend on the bound, because updates are clipped.
         name: Name of the dataset in reports.
 
     Guarantee:

@@ -108,7 +108,7 @@ def check_labels(
             remedy = "Number them from 0, or give floating numbers if they are no classes."
         else:
             limits = f"from 0 to classes - 1 = {most}"
-            remedy = "Number the classes from 0, or give more classes."
+            remedy = "Number the classes from 0, or give a larger `classes`."
         raise ValueError(f"{name} must be {limits}, got {wrong[0]}. {remedy}")
     return labels.astype(np.int32)
 
@@ -265,9 +265,9 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset:
             then `TFDS_DATA_DIR`, then TFDS's own default `~/tensorflow_datasets`.
 
     Raises:
-        ValueError: The name is unknown, or the folder has no prepared copy, or a copy that is
-            damaged, short, or in another file format. The message has the command that prepares
-            one.
+        ValueError: The name is unknown, a package that reads the files is missing, or the folder
+            has no prepared copy, or a copy that is damaged, incomplete, or in another file format.
+            The message has the command that installs or prepares what is missing.
 
     Example:
         >>> digits = load("digits")
@@ -322,8 +322,9 @@ def from_arrays(
         classes: Number of classes. The default is the largest label plus one, and 0 if labels are
             not classes.
         name: Name of the dataset in reports.
-        owner: Owner `[n]` of each training example, names or whole numbers, for `by_owner`.
-        test_owner: Owner `[m]` of each test example.
+        owner: Owner `[n]` of each training example, names or whole numbers, for `by_owner`. None
+            stands for examples without owners.
+        test_owner: Owner `[m]` of each test example, or None.
 
     Raises:
         ValueError: Lengths, shapes or dtypes do not fit, inputs are NaN or infinite, or labels are
@@ -422,7 +423,7 @@ def find_prepared(name: str, data_dir: str | os.PathLike[str] | None) -> Path:
     if os.fspath(expanded).startswith("~"):
         raise ValueError(
             f"data_dir must be a folder, got {given!r} of a user without a home. "
-            "Set JAXFL_DATA_DIR."
+            "Give an absolute path, or set JAXFL_DATA_DIR to one."
         )
     root = Path(expanded).absolute()
     versions = [info.parent for info in (root / name).glob("*/dataset_info.json")]

@@ -21,7 +21,7 @@ def by_owner(
     """Make a client of every owner with at least `least` training examples, in order of owners.
 
     Args:
-        owner: Owner `[n]` of each training example: names, or whole numbers of 64 bits.
+        owner: Owner `[n]` of each training example: names, or whole numbers.
         test_owner: Owner `[m]` of each test example, of the same kind. None gives no client test
             examples (see `jaxfl.data.hold_out`).
         least: Least number of training examples of a client. Owners with fewer are left out.
@@ -31,8 +31,8 @@ def by_owner(
         owner of the client with training rows `rows` is `owner[rows[0]]`.
 
     Raises:
-        ValueError: No owner has so many examples, or owners of training examples are names and
-            those of test examples numbers.
+        ValueError: No owner has `least` training examples, or owners of training examples are names
+            and those of test examples numbers, or the reverse.
         TypeError: An owner is missing, or is neither a name nor a whole number.
 
     Example:

@@ -71,7 +71,12 @@ def _too_few(examples: int, clients: int, size: int | None) -> str:
 def by_sizes(
     labels: Shaped[np.ndarray, "D ..."], sizes: Sequence[int] | Int[np.ndarray, "C"], *, seed: int
 ) -> Partition:
-    """Deal `sizes[i]` examples at random to client i.
+    """Deal `sizes[i]` examples at random to client i. The remaining examples have no client.
+
+    Args:
+        labels: Labels `[D]`, of which only the number matters.
+        sizes: Number of examples of each client `[C]`. 0 gives a client no examples.
+        seed: Seed of the partition.
 
     Raises:
         ValueError: A size is negative, or their sum exceeds the number of examples.
@@ -211,8 +216,8 @@ def label_share(
     """Give each client a random share of the labels, and spread each label evenly over its owners.
 
     A client owns `share * K` labels, rounded, and at least one: 20 % of 10 labels are 2. Every
-    example of a label that has an owner is dealt. Every label has an owner if there are enough
-    clients.
+    example of a label that has an owner is dealt. Every label has an owner if the clients together
+    own at least K labels.
 
     Args:
         labels: Class labels `[D]` from 0. K is the number of distinct labels.
@@ -276,7 +281,7 @@ def classes_per_client(
         labels: Class labels `[D]` from 0. K is the number of distinct labels.
         test_labels: Labels `[M]` of the test examples.
         clients: Number of clients.
-        s: Number of classes per client, at most K if they are distinct.
+        s: Number of classes per client, at most K if `distinct`.
         seed: Seed of the partition.
         distinct: Whether swaps repair the random deal until no client has a class twice. With False
             a client may get several shards of a class, as in FedRep's code ("at most s classes").

@@ -27,7 +27,7 @@ def fisher_mask(fisher: Tree, threshold: Number) -> Tree:
 
 
 def merge(mask: Tree, inside: Tree, outside: Tree) -> Tree:
-    r"""Return :math:`M \odot a + (1 - M) \odot b`, without arithmetic on either."""
+    r"""Return :math:`M \odot a + (1 - M) \odot b` of `inside` a and `outside` b, bit for bit."""
     return jax.tree.map(jnp.where, mask, inside, outside)
 
 

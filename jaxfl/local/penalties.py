@@ -1,4 +1,8 @@
-"""Penalties that local training adds to its loss, and a norm with a gradient at zero."""
+"""Penalties that local training adds to its loss, and a norm with a gradient at zero.
+
+In the equations, w are the parameters `params`, w^t is `center`, M is `mask`, C is the clip bound
+`bound`, and lambda is `penalty_weight`.
+"""
 
 import math
 

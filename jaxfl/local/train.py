@@ -109,10 +109,12 @@ class LocalSGD:
                 batch. To stay near a broadcast, let it close over the broadcast.
             loss: Function `loss(outputs, labels, weights)` that returns the mean loss of a batch.
                 None takes that of the model's task.
-            gradient: Change of each step's gradient, such as `jaxfl.local.sam.sam`.
+            gradient: Change of each step's gradient, such as `jaxfl.local.sam.sam`. None changes
+                nothing.
 
         Returns:
-            The trained parameters, and the mean loss over all steps with the number of steps.
+            The trained parameters, and the mean `loss` over all steps with the number of `steps`. A
+            client without examples takes no step, and has the loss 0.
         """
         return train(
             key,
@@ -157,7 +159,8 @@ def train(
     """Minimise a loss plus a penalty on one client's examples by minibatch steps.
 
     Every epoch visits each example once, in a fresh random order. The number of steps follows the
-    client's own size. Once weights have become NaN, no further block of batches is trained.
+    client's own number of examples, unless `local.steps` is given. Once weights have become NaN, no
+    further block of batches is trained.
 
     Args:
         key: Key for the order of the examples, and for layers that draw.
@@ -177,7 +180,7 @@ def train(
             is the sum over its parts. None takes all examples of a batch.
 
     Returns:
-        The trained parameters, and the mean loss over all steps with the number of steps.
+        The trained parameters, and the mean `loss` over all steps with the number of `steps`.
     """
     padded = data.padded
     optimizer = decayed(local.optimizer, local.decay, data)
@@ -289,10 +292,10 @@ def fit_head(
         data: Examples of the client.
         local: Optimizer, batch size, and number of epochs or steps.
         penalty: Function whose value is added to the mean loss of every batch. It gets the head's
-            parameters if the model can be split, and all parameters otherwise.
+            parameters if the model can be split, and all parameters otherwise. None adds nothing.
 
     Returns:
-        All parameters, and the mean loss over all steps with the number of steps.
+        All parameters, and the mean `loss` over all steps with the number of `steps`.
     """
     extract = model.extract
     classify = model.classify
@@ -415,8 +418,8 @@ def weights_to_keep(state: Tree, params: Params, mask: Mask, steps: Int[Array, "
         return params
     if len(free) > 1 or jax.tree.structure(free[0].z) != jax.tree.structure(params):
         raise ValueError(
-            "optimizer must apply optax.contrib.schedule_free to all parameters at once, got one "
-            "for a part of them. Give another optimizer, such as optax.sgd(0.1)."
+            "optimizer must apply optax.contrib.schedule_free to all parameters at once, got an "
+            "optimizer for a part of them. Give another optimizer, such as optax.sgd(0.1)."
         )
     averages = optax.contrib.schedule_free_eval_params(free[0], params)
     trainable = mask(params) if callable(mask) else mask

@@ -163,7 +163,7 @@ def check_params(model: Model, params: Any) -> Params:
     if model.frozen:
         raise ValueError(
             f"model must have no frozen weights, got model={model.name!r} with some. Give the "
-            "model that these weights belong to."
+            "network from before `frozen` or `lora`."
         )
     found = _shapes_by_path(params)
     wanted = _shapes_by_path(jax.eval_shape(lambda: model.init(key_of(0))))

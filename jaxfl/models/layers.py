@@ -13,8 +13,9 @@ A convolution has six forms, which load the same parameters:
 - "grouped": for residual networks on GPUs. It is "lax", but the gradients of vectorised clients are
   those of one grouped convolution (`_plain`), in reverse mode only.
 - "blocks": for TPUs. It is "lax", but layers with pooling take a block of 2x2 pixels as one pixel.
-  The four places of a pooling window are channels. This takes ((k + 1) / k)^2 times the
-  operations, at a quarter of the positions, each with four times the channels.
+  The four places of a pooling window are channels. For kernels of side k, this takes
+  ((k + 1) / k)^2 times the operations, at a quarter of the positions, each with four times the
+  channels.
 - "pallas": for few channels on GPUs. A float32 layer with ReLU and pooling is one kernel each way
   (`kernels.fused`), and any other layer is "grouped". It supports reverse mode only. Other devices
   interpret the kernel, which is slow. The first layer may read bytes without a conversion.
@@ -76,8 +77,8 @@ def as_floats(inputs: Shaped[Array, "B ..."]) -> Float[Array, "B ..."]:
         return inputs.astype(jnp.float32) * (2 / 255) - 1
     if not jnp.issubdtype(inputs.dtype, jnp.floating):
         raise TypeError(
-            f"inputs must be bytes or floating numbers, got {inputs.dtype}. Convert the images to "
-            "one of these."
+            f"inputs must be bytes or floating numbers, got {inputs.dtype}. Convert the images "
+            "by inputs.astype(np.float32), for instance."
         )
     return inputs.astype(jnp.float32)
 

@@ -73,6 +73,7 @@ def lora(
         y = x W + b + \frac{\alpha}{r} (x A) B, \qquad
         A \in R^{m \times r}, \; B \in R^{r \times n}
 
+    Here x has the m inputs and y the n outputs of a dense layer with the given kernel W and bias b.
     The parameters are the matrices B and the layers of `train`. Each B starts at zero, where the
     model equals the given one. A is drawn once from N(0, 1/m) by a public seed, and frozen. A layer
     is then linear in its trained parameters, so that the mean of clients' updates is the update of
@@ -86,14 +87,16 @@ def lora(
         where: Names of the layers that get an adapter, such as ("query", "value"). A name may be
             anywhere in a layer's path. The default is all dense layers (`nn.Dense`,
             `nn.DenseGeneral` and those of the zoo, attention included) except those of `train`.
-        alpha: Strength of the adapters. The default is r, which adds them without a factor.
+        alpha: Strength of the adapters, above 0. None stands for r, which adds the adapters without
+            a factor.
         train: Names of the top-level layers that train in full, from the given weights. The default
             is the head.
-        train_a: Whether A is trained too.
+        train_a: Whether A is trained and sent too.
         seed: Public seed of A.
 
-    Guarantee: the method's, for adapters and layers of `train`. No epsilon covers the data that the
-        frozen weights were trained on. A follows from the seed and reveals nothing.
+    Guarantee: The method's epsilon covers adapters and layers of `train`. No epsilon covers the
+        data that the frozen weights were trained on. A frozen A follows from the seed and reveals
+        nothing.
     Deviations from the paper: A is frozen unless `train_a`, as in FFA-LoRA.
     References: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, ICLR 2022; Sun et
         al., Improving LoRA in Privacy-preserving Federated Learning, ICLR 2024 (FFA-LoRA).
@@ -201,7 +204,7 @@ def _adapted_layers(
     if not chosen:
         raise ValueError(
             f"model must have a dense layer to adapt, got model={model.name!r} with "
-            f"train={train!r} and where={where!r}. Name other layers."
+            f"train={train!r} and where={where!r}. Name fewer layers in `train`, such as train=()."
         )
     return chosen
 

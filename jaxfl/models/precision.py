@@ -30,8 +30,8 @@ def with_precision(model: Model, precision: Precision) -> Model:
     (`sum_grad_squared`) is computed as before.
 
     Args:
-        model: any network.
-        precision: one of three names. "float32" computes matrix products in float32, unlike the
+        model: Any network.
+        precision: One of three names. "float32" computes matrix products in float32, unlike the
             default of accelerators. "tf32" computes them with 10 bits of mantissa where the
             accelerator has TensorFloat-32, and in float32 elsewhere. "bfloat16" converts the
             network's weights and activations to bfloat16, and its logits and features to float32.

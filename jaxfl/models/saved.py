@@ -140,7 +140,7 @@ def load_model(
     index = _client_in(path, about, client)
     if about["client"] == "all":
         arrays = {name: _of_client(name, array, index) for name, array in arrays.items()}
-    # Networks have 32 bits, as in a run.
+    # Networks compute in 32 bits, as in a run.
     with jax.enable_x64(False):
         network = _network(path, content, arrays) if model is None else model
         params = _of_names(path, network, "params", _shapes(network, arrays), arrays)
@@ -351,6 +351,6 @@ def _zeros(network: Model, most: int) -> Params:
     needed = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     if needed > most:
         raise ValueError(
-            f"params must be in the file, got a network of {needed} weights and a file of {most}."
+            f"params must be in the file, got a network of {needed} weights and a file of {most}"
         )
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)

@@ -79,7 +79,10 @@ class TrainedModel:
         tasks say it by `Task.predict`.
 
         Args:
-            inputs: Examples, as in a call.
+            inputs: Examples, as in a call of the model.
+
+        Raises:
+            ValueError: As in a call of the model.
         """
         return self._in_batches(self._predictions, inputs)
 
@@ -89,8 +92,8 @@ class TrainedModel:
         JAX can transform this function, for instance by `jax.grad`.
 
         Args:
-            params: Weights like `params`.
-            inputs: Examples, as in a call, all in one batch.
+            params: Weights of the same structure as the model's own `params`.
+            inputs: Examples, as in a call of the model, all in one batch.
         """
         return self._forward(params, self.frozen, inputs)
 

@@ -50,8 +50,8 @@ def from_flax(
     other numbers, floats and tokens, reach the module unchanged.
 
     A module may have the methods `extract` (batch to features [B, F]) and `classify` (features to
-    logits). Its head is then fitted on cached features. Otherwise the head is trained through the
-    full network.
+    logits). Methods that train the head alone then compute the features once. Otherwise they train
+    the head through the full network.
 
     Dropout and other random layers draw in training only. A module with such layers needs an
     argument `train`, `training` or `deterministic` in its call, and in `extract` and `classify` if
@@ -70,9 +70,9 @@ def from_flax(
             "grouped" suits residual networks with square kernels. Any other form evaluates the
             module as it is. The default is "winograd" on a CPU, "im2col" on a GPU, and "lax" on a
             TPU.
-        vocabulary: Number of rows of the table that the inputs index. A run raises for inputs
-            outside [0, vocabulary). The default is the size of the table that the traced program
-            indexes by its unchanged inputs, if there is one.
+        vocabulary: Number of rows of the table that the inputs index. A run raises a ValueError for
+            inputs outside [0, vocabulary). The default is the size of the table that the traced
+            program indexes by its unchanged inputs, if there is one.
 
     Raises:
         ValueError: The module does not take a batch of this shape, or does not return [B, ...]. It
@@ -243,9 +243,12 @@ class _PureModule(NamedTuple):
 
     module: Any
     variables: Callable[[Array, Array], Any]
-    """From a key and a batch to the module's variables by collections."""
+    """Function from a key and a batch to the module's variables by collections."""
     call: Callable[[str, Params, Array, Array | None], Array]
-    """From a method's name, parameters, a batch and a key (None in evaluation) to its result."""
+    """Function from a method's name, parameters, a batch and a key to the method's result.
+
+    The key is None in evaluation.
+    """
 
 
 def _mode(module: Any, method: str, key: Array | None) -> dict[str, bool]:
@@ -337,7 +340,7 @@ def with_either(look: Callable[[Any], T]) -> tuple[Any, T]:
         look: Function of the dtype.
 
     Raises:
-        ExceptionGroup: the function raises for both dtypes.
+        ExceptionGroup: The function raises for both dtypes.
     """
     errors = []
     for dtype in (jnp.float32, jnp.int32):

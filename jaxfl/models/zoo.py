@@ -362,8 +362,12 @@ def build(name: str, input_shape: tuple[int, ...], classes: int) -> Model:
 
     Args:
         name: "mlp", "lenet", "lenet_groupnorm", "feddpa_cnn", "digits_cnn" or "resnet20".
-        input_shape: Shape (H, W, C) of an example. "mlp" also takes (F,), of F numbers.
+        input_shape: Shape (H, W, C) of an example. "mlp" also takes (F,), of F numbers, and
+            "feddpa_cnn" takes only (32, 32, 3) and (28, 28, 1).
         classes: Number of logits.
+
+    Raises:
+        ValueError: The name is unknown, or the network does not take the shape.
 
     >>> build("lenet", (28, 28, 1), 10).name
     'lenet'

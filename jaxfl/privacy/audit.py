@@ -7,7 +7,7 @@ orthogonal directions
 .. math:: u_j = D \, (h_j, h_j, \dots) / \sqrt{d}.
 
 The columns h of a Hadamard matrix of :math:`K \ge k` rows are repeated over the d coordinates. Only
-the auditor knows the random signs D. :math:`|\langle u_i, u_j \rangle| \le K / 2d`. No array has
+the auditor knows the random signs D. :math:`|\langle u_i, u_j \rangle| \le K / (2d)`. No array has
 size k d: the canaries' sum, and all scores
 :math:`x_j = \langle u_j, \text{released sum} \rangle / C`, take O(d + K log K).
 
@@ -67,8 +67,8 @@ class Canaries:
 
     Args:
         count: k, the number of canaries, at least 16, because smaller samples may all be in, or all
-            out. The provable bound grows like log k. The disturbance grows too: a round's sum has
-            about k q / 2 canaries of norm C each.
+            out. The provable bound grows like log k. The disturbance grows too: at sampling rate q,
+            a round's sum has about k q / 2 canaries of norm C each.
     """
 
     count: int = 1000
@@ -97,7 +97,7 @@ class Drawn(NamedTuple):
     sampled: Bool[Array, "k"]
     """Whether the sampler draws each canary."""
     rate: Float[Array, "#k"]
-    """Probability that it does."""
+    """Probability that the sampler draws a canary."""
 
 
 def check_audit(mechanism: Mechanism) -> None:
@@ -339,7 +339,8 @@ def _auditor() -> Any:
         from jax_privacy import auditing
     except ImportError:
         raise ValueError(
-            "audit needs the package jax-privacy. Run pip install 'jaxfl[audit]'."
+            "audit must have the package jax-privacy, got none. "
+            "Install it by `pip install 'jaxfl[audit]'`."
         ) from None
     return auditing
 

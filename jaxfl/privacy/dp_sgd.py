@@ -87,7 +87,7 @@ class DPSGD:
         g = \frac{1}{q n} \Big(
             \sum_{j \in B} \mathrm{clip}_C(\nabla \ell_j) + N(0, z^2 C^2 I) \Big)
 
-    Each of a client's n examples is in B with probability q, independently in every step.
+    Each of a client's n examples is in the batch B with probability q, independently in every step.
 
     Args:
         clip: C, L2 bound on the gradient of one example.
@@ -104,11 +104,12 @@ class DPSGD:
         decay: Function from the index of a round to a factor of its updates. Noise scales with the
             gradients, and epsilon is unchanged. None leaves updates as they are.
 
-    The builders of the library pass it to `Algorithm(dp_sgd=...)`, and so must a method of your
-    own. The engine then gives each client its noise, and records it in the ledger. It rejects a
-    `client_update` that makes no private steps, or other ones. It also rejects one that trains by
-    them twice, in a loop or under `jax.vmap`. The second time would have the noise and the batches
-    of the first. `jax.jit`, `jax.checkpoint` and `jax.lax.cond` around them are fine.
+    The builders of the library pass their `DPSGD` to `Algorithm(dp_sgd=...)`, and so must a method
+    of your own. The engine then gives each client its noise, and records the noise in the ledger.
+    The engine rejects a `client_update` that makes no private steps, or other ones. It also rejects
+    a `client_update` that trains by them twice, in a loop or under `jax.vmap`, because the second
+    training would have the noise and the batches of the first. `jax.jit`, `jax.checkpoint` and
+    `jax.lax.cond` around a training are fine.
 
     Guarantee: Example-level privacy under zero-out adjacency: an example's clipped gradient is
         replaced by zero, and n is public. The Poisson-sampled Gaussian mechanism, composed over all
@@ -237,7 +238,7 @@ class DPSGD:
 def _without_derivative(params: Params) -> Params:
     """Return the parameters, whose derivative raises an error.
 
-    The noise is a constant, so a derivative would be exact.
+    The noise is a constant, so a derivative would have no noise, and reveal the data.
     """
     return params
 
@@ -245,8 +246,8 @@ def _without_derivative(params: Params) -> Params:
 @_without_derivative.defjvp
 def _(primals: tuple, tangents: tuple) -> tuple:
     raise ValueError(
-        "private steps must not be differentiated: their noise is a constant, so the derivative "
-        "by the data or the parameters would have none. "
+        "private steps must not be differentiated, got a derivative by the data or the parameters: "
+        "their noise is a constant, so the derivative would have no noise. "
         "Differentiate a loss before the steps, or train by LocalSGD."
     )
 
@@ -316,10 +317,10 @@ def noisy_gradient(
     .. math::
         \frac{1}{q n} \Big( \sum_{j \in B} \mathrm{clip}_C(\nabla \ell_j) + N(0, z^2 C^2 I) \Big)
 
-    Every example is in B with probability q, independently. B may be empty. Its examples are
-    processed `dp_sgd.chunk` at a time, so run time follows the drawn batch, which is never
-    truncated. An example with a non-finite gradient contributes nothing, so that the engine does
-    not drop the client's update.
+    Each of the client's n examples is in B with probability q, independently. B may be empty, and
+    then has a mean loss of 0. The examples of B are processed `dp_sgd.chunk` at a time, so run time
+    follows the drawn batch, which is never truncated. An example with a non-finite gradient
+    contributes nothing, so that the engine does not drop the client's update.
 
     Args:
         key: Key of batch and noise.

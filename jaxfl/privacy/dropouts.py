@@ -36,17 +36,17 @@ class Dropouts(Sampling):
 
     Args:
         sampling: Rule that draws the clients of each round.
-        availability: :math:`a`, a probability above 0, or one for each client `[C]`. It multiplies
-            that of a sampler which has dropouts already.
+        availability: :math:`a`, a probability above 0, or one for each client `[C]`. If `sampling`
+            has dropouts already, their probabilities are multiplied by these.
 
     Guarantee: The epsilon counts every drawn client as one that returns, so that it is an upper
-        bound. Fix who is available in which round, which must depend neither on data nor on the
-        draws. A client adds nothing in a round in which it is not available. The sums are then
-        those of the inner sampler after post-processing: the client's part is replaced by zero, as
-        in the neighbouring run. The noise must not depend on who returns. The server's noise does
-        not. If clients add noise, a client counts on the larger of the server's noise and its own,
-        because all others may drop out, and nothing is amplified. `Skellam` counts the shares that
-        each round had.
+        bound. It holds for any fixed choice of the rounds in which each client is available. The
+        choice must depend neither on data nor on the draws. A client adds nothing in its other
+        rounds. The sums are then those of the inner sampler after post-processing: the client's
+        part is replaced by zero, as in the neighbouring run. The noise must not depend on who
+        returns. The server's noise does not. If clients add noise, a client counts on the larger of
+        the server's noise and its own, because all others may drop out, and nothing is amplified.
+        `Skellam` counts the shares of noise that arrived in each round.
     """
 
     sampling: Sampling

@@ -30,7 +30,7 @@ STEPS = 2**15
 """Std of the noise on a grid, in steps."""
 
 _TAIL = 10.6
-"""Largest noise on a grid, in stds. Steps beyond it have a probability below 2^-95."""
+"""Largest noise on a grid, in stds. Each step beyond it has a probability below 2^-95."""
 
 
 def derive(key: Key[Array, "*S"], *numbers: Int[Array, ""] | int) -> Key[Array, "*S"]:

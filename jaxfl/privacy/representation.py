@@ -157,7 +157,7 @@ class Grid(Floats):
         if np.max(np.asarray(self.levels, np.float64)) > most:
             raise ValueError(
                 f"noise_multiplier must be at most {most:.4g} with noise='grid' and {coordinates} "
-                "coordinates, because a step is else longer than most coordinates of an update, "
+                "coordinates, because a step would be longer than most coordinates of an update, "
                 f"got {self.levels!r}. {self.remedy}"
             )
 

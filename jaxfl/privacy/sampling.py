@@ -168,7 +168,7 @@ class Sampling:
     def needs(self, stateful: bool = False) -> tuple[str, ...]:
         """Return what an epsilon under this sampler asks of a deployment, as keys of `NEEDS`.
 
-        It is empty if the epsilon holds whoever takes part.
+        There are none if the epsilon holds whoever takes part.
 
         Args:
             stateful: Whether clients keep a state.
@@ -202,7 +202,7 @@ class Poisson(Sampling):
         return self.rate * clients
 
     def usual_cohort(self, clients: int) -> float:
-        """Return a size that few cohorts exceed, six standard deviations above the mean."""
+        """Return a size that few cohorts exceed, at least six standard deviations over the mean."""
         expected = self.expected(clients)
         return expected + 6 * math.sqrt(expected)
 
@@ -284,7 +284,10 @@ class FixedSize(Sampling):
         return {"kind": "fixed size", "size": self.size}
 
     def needs(self, stateful: bool = False) -> tuple[str, ...]:
-        """Return a hidden draw, or nothing for clients with a state, which it does not amplify."""
+        """Return a hidden draw, or nothing for clients with a state.
+
+        Their epsilon is not amplified, so that the draw need not be hidden.
+        """
         return () if stateful else ("hidden draw",)
 
     def assumed(self, stateful: bool) -> list[str]:
@@ -355,7 +358,7 @@ class CyclicPoisson(Sampling):
         return self.rate * clients
 
     def usual_cohort(self, clients: int) -> float:
-        """Return a size that few cohorts exceed, six standard deviations above the mean."""
+        """Return a size that few cohorts exceed, at least six standard deviations over the mean."""
         return Poisson(self.rate).usual_cohort(clients)
 
     def most(self, clients: int) -> int:
@@ -504,7 +507,7 @@ class BallsInBins(Sampling):
         return clients / self.bins
 
     def usual_cohort(self, clients: int) -> float:
-        """Return a size that few cohorts exceed, six standard deviations above the mean."""
+        """Return a size that few cohorts exceed, at least six standard deviations over the mean."""
         return Poisson(1 / self.bins).usual_cohort(clients)
 
     def most(self, clients: int) -> int:

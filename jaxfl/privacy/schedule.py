@@ -97,7 +97,7 @@ def round_noise(
 ) -> tuple[float, ...]:
     r"""Return noise multipliers :math:`z_t = \kappa / \epsilon^t` on the sum that spend epsilon.
 
-    Epsilon is that against an observer of sums.
+    The epsilon is that of one client against an observer of sums.
 
     Args:
         budgets: Budget of each round. Only their ratios count.
@@ -148,13 +148,14 @@ def client_noise(
     r"""Return the noise :math:`s_t = \kappa / \epsilon^t` of clients, and a filter for uploads.
 
     The noise is planned for clients that participate in a share of the rounds with their full
-    budget. With m the multiplier of one Gaussian that costs epsilon, and a the share for releases,
+    budget. With m the multiplier of one Gaussian that costs epsilon, a the share for releases, and
+    r the noise on a released number over its range,
 
     .. math:: \pi \sum_t (2 / s_t)^2 = (1 - a) / m^2, \qquad \pi T / r^2 = a / m^2.
 
     The filter stops more frequent participants once they have spent epsilon, not before. A small
     epsilon drowns released numbers in noise: at 1, with a tenth of the cost over ten releases, r is
-    40.
+    37.
 
     Args:
         budgets: Budget of each round. Only their ratios count.

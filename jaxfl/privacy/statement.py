@@ -144,6 +144,9 @@ def privacy_statement(
         paired: Whether the run is a point of a sweep whose points share their cohorts and noise.
         stateful: Whether clients keep a state from one round to the next (see `epsilon`).
 
+    Raises:
+        ValueError: `clients` is not the number of clients of the ledger.
+
     >>> from jaxfl.privacy.accounting.ledgers import planned_ledger
     >>> mechanism = Mechanism(clip=1.0, noise_multiplier=10.0)
     >>> statement = privacy_statement(planned_ledger(mechanism, 4, 100), mechanism, 4)
@@ -207,7 +210,8 @@ def privacy_statement(
 def with_audit(statement: dict[str, Any], audit: dict[str, Any]) -> dict[str, Any]:
     """Return the statement with an audit (`jaxfl.privacy.audit`), and with what the audit refutes.
 
-    It has a hint if the least plausible estimate, `estimate_at_least`, is above the stated epsilon.
+    The audit gets a hint if the least plausible estimate, `estimate_at_least`, is above the stated
+    epsilon.
     """
     lower_bound = audit["at_least"]
     warnings = list(statement["warnings"])

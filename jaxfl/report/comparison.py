@@ -75,6 +75,9 @@ class Comparison(NamedTuple):
             column: Name of a column of the rows, for instance "unseen". None stands for the
                 headline metric.
 
+        Returns:
+            Mean and standard deviation. The deviation is NaN for a single seed.
+
         Raises:
             ValueError: The rows have no such column of numbers.
         """
@@ -123,7 +126,11 @@ class Comparison(NamedTuple):
         return found
 
     def to_pandas(self) -> Any:
-        """Return the rows as a DataFrame, which needs pandas."""
+        """Return the rows as a DataFrame.
+
+        Raises:
+            ValueError: The package pandas is not installed.
+        """
         try:
             import pandas  # pyrefly: ignore[missing-import]
         except ImportError:

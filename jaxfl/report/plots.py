@@ -113,7 +113,8 @@ def save(figure: Figure, path: str | os.PathLike) -> None:
     kind = path.suffix.removeprefix(".").lower() or "png"
     if kind not in _FORMATS:
         raise ValueError(
-            f"path must end with one of {', '.join(_FORMATS)}, got {str(path)!r}. Rename it."
+            f"path must end with one of {', '.join(_FORMATS)}, got {str(path)!r}. "
+            "Give for instance 'figure.pdf'."
         )
     dates = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
     with style(), replacing(path) as temporary:

@@ -70,7 +70,7 @@ def membership(
             they broadcast.
 
     Raises:
-        ValueError: `of` is "upload", but the method sends something else.
+        ValueError: `of` is "upload", but the method sends weights, or no update of all parameters.
 
     References: Yeom et al., Privacy Risk in Machine Learning, CSF 2018; Carlini et al., Membership
         Inference Attacks From First Principles, S&P 2022 (the rate at 1%).

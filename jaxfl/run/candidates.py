@@ -106,6 +106,9 @@ def spread(num_points: int, **axes: Any) -> dict[str, list[float]]:
         num_points: Number of points.
         axes: Two ends above 0 of each argument, the smaller one first.
 
+    Raises:
+        ValueError: An argument does not have two finite ends above 0, the smaller one first.
+
     >>> spread(3, rate=(0.01, 1.0), clip=(0.1, 10.0))
     {'rate': [0.1, 0.0316228, 0.316228], 'clip': [0.464159, 2.15443, 0.16681]}
     """
@@ -200,13 +203,14 @@ def _check_candidate(name: str, value: Any) -> Candidate:
     if len(set(lengths.values())) > 1 or 0 in lengths.values() or "noise_multiplier" in points:
         raise ValueError(
             f"{name}.points must be columns of one length, without noise_multiplier, got columns "
-            f"of {lengths}. Give each point a value in every column."
+            f"of {lengths}. Give each point a value in every column, and leave noise_multiplier to "
+            "the epsilons of the comparison."
         )
     return candidate._replace(points=points)
 
 
 def is_json_value(value: Any) -> bool:
-    """Return whether JSON has such a value."""
+    """Return whether a value is None, a text, a boolean or a number, which JSON can hold."""
     return value is None or isinstance(value, str | bool | int | float)
 
 

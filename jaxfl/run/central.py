@@ -53,7 +53,7 @@ def by_global_model(algorithm: Algorithm, needed: str) -> Algorithm:
 
     Args:
         algorithm: The method.
-        needed: Beginning of the message of an error if it has no global model.
+        needed: Beginning of the error's message if the method has no global model.
     """
 
     def personalize(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> Params:
@@ -67,7 +67,7 @@ def scored_by_global_model(method: Algorithm | Points, needed: str) -> Algorithm
 
     Args:
         method: One algorithm, or the points of a sweep.
-        needed: Beginning of the message of an error if it has no global model.
+        needed: Beginning of the error's message if the method has no global model.
     """
     if isinstance(method, Points):
         build = method.build

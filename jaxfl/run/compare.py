@@ -109,9 +109,9 @@ def compare(
     2. The best point is run with every seed, on all training examples, and the test examples are
        read once.
 
-    Epsilon does not cover the tuning. The noise is the least for its epsilon, by
-    `jaxfl.privacy.calibrate`. A method that sends nothing is scored in twenty of its rounds, and
-    stops at the best one.
+    Epsilon does not cover the tuning. The noise is the least that reaches the epsilon, by
+    `jaxfl.privacy.calibrate`. A method that sends nothing is scored in at most twenty of its
+    rounds, and stops at the best one.
 
     Tuning runs all points and epsilons of a method in one program, and so do the final runs of each
     seed. Values that decide a shape or a Python branch have a program each. If the clients' states
@@ -132,17 +132,17 @@ def compare(
         rounds: T, the number of rounds.
         epsilons: Targets of methods with noise. Infinity means no noise.
         seeds: Seeds of the final runs.
-        validation: Share of each client's training examples that tuning holds out. Or separate
-            clients, or a function from a seed to them, whom tuning trains and tests. Give separate
-            clients if clients have few examples, because holding out can remove a class.
+        validation: Share in (0, 1) of each client's training examples that tuning holds out. Or
+            separate clients, or a function from a seed to them, whom tuning trains and tests. Give
+            separate clients if clients have few examples, because holding out can remove a class.
         tuning_seed: Seed of the tuning, which must not be among `seeds`.
-        unseen: Share of the clients who take no part. Each seed draws the same ones for all
-            methods. Only the others train, choose points, and count for noise. Rows then have
-            `unseen`, the headline metric of the left-out clients on their own test examples. A
-            method serves them by its `personalize`, which gets the server's last state, a first
-            client state from `init`, and their training examples (see `evaluate`). Methods whose
-            clients keep a model between rounds, such as `ditto`, `mr_mtl`, `apfl`, `pfedme` and
-            `dp_lg`, serve them badly, because their first model is untrained. If a method sends
+        unseen: Share in [0, 1) of the clients who take no part. Each seed leaves out the same
+            clients for all methods. Only the others train, choose points, and count for noise. Rows
+            then have `unseen`, the headline metric of the left-out clients on their own test
+            examples. A method serves them by its `personalize`, which gets the server's last state,
+            a first client state from `init`, and their training examples (see `evaluate`). Methods
+            whose clients keep a model between rounds, such as `ditto`, `mr_mtl`, `apfl`, `pfedme`
+            and `dp_lg`, serve them badly, because their first model is untrained. If a method sends
             nothing, the left-out clients train alone for the chosen rounds. If all seeds have the
             same clients, tuning and other seeds may train clients whom one seed leaves out.
         folder: Folder of the comparison. Every run has a folder in it, from which it is resumed. A

@@ -58,8 +58,7 @@ def traffic(algorithm: Algorithm, clients: Clients) -> Traffic:
       `Skellam`. What the mechanism adds, such as the bit of `AdaptiveClip`, counts too. An update
       of which a known number of coordinates are not zero (`Algorithm.sparse`) is sent as these
       values, with a bitmap unless the server knows their places, or as all coordinates if that is
-      shorter. If
-      clients add noise to all coordinates, all are sent.
+      shorter. If clients add noise to all coordinates, all are sent.
     - A participant receives the arrays of the server's state that its update depends on, in their
       own precision. If it reads a part of an array, as `fedbuff` reads one of several states, only
       this part counts. Booleans take one bit.
@@ -229,7 +228,7 @@ def _check_result(name: str, value: Any) -> Result:
     if result.origin is None or not result.metrics:
         raise ValueError(
             f"{name} must be from `simulate` or `sweep` and have evaluations, "
-            "got a Result without. Run the method."
+            "got a Result without one of these. Give for instance what jaxfl.simulate returned."
         )
     return result
 
@@ -245,7 +244,8 @@ def deployment_cost(
     that they received, with those that all clients then receive in order to use the result.
     Clients that dropped out (`availability=`) received the broadcast too. Their number is known if
     cohorts have a fixed size. Otherwise it is estimated by its expectation,
-    :math:`(1 - a_i) / a_i` for each update of client i that arrived.
+    :math:`(1 - a_i) / a_i` for each update that arrived of client i, whose availability is
+    :math:`a_i`.
 
     `hours` needs a clock or a period. With a clock, a round lasts as long as the slowest
     participant whose update arrived. A server that waits for clients who dropped out needs longer.
@@ -335,7 +335,7 @@ def plot_costs(
     if lacking := [name for name, rows in costs.items() if any(metric not in row for row in rows)]:
         raise ValueError(
             f"metric must be a column of all rows, got {metric!r}, which {lacking[0]!r} lacks. "
-            "Name a metric of the task."
+            "Name a metric of the task, or give metric='loss'."
         )
     for name, rows in costs.items():
         if all(math.isnan(row[metric]) for row in rows):

@@ -77,11 +77,12 @@ def evaluate(
 
     .. math:: s_i = \mathrm{metric}(\mathrm{personalize}(\theta, c_i, D_i); T_i)
 
-    :math:`\theta` is the server's state, :math:`c_i` the client's own, and :math:`T_i` are the
-    client's test examples. :math:`D_i` are its training examples, for methods that train before
-    evaluation. Newcomers have the first states, which `init` makes. A method serves clients who
-    join after training in this way. Methods whose clients keep a model from rounds, such as
-    `ditto`, serve newcomers badly: their first model is untrained.
+    :math:`s_i` is the score of client i, :math:`\theta` is the server's state, :math:`c_i` is the
+    client's own state, and :math:`T_i` are its test examples. :math:`D_i` are its training
+    examples, for methods that train before evaluation. Newcomers have the first states, which
+    `init` makes. In this way a method serves clients who join after training. Methods whose clients
+    keep a model between rounds, such as `ditto`, serve newcomers badly: their first model is
+    untrained.
 
     The run's own clients have the scores of its last evaluation. A central test set is scored by
     the global model, and a trained model scores everything by its own weights.

@@ -41,10 +41,12 @@ from jaxfl.types import Algorithm, Clients, Ledger, Tree
 class Result(NamedTuple):
     """Result of a run.
 
-    `metrics` has one row per evaluation. `bytes_up` and `bytes_down` are the bytes that one
-    participant sends and receives in one round (see `jaxfl.traffic`). `scores` has each client's
-    scores at the last evaluation, and `history` at all evaluations. `states` [C, ...] are on the
-    host. With several processes they stay on the devices, and include padding rows.
+    `server` is the server's last state. `metrics` has one row per evaluation. Its columns
+    `bytes_up` and `bytes_down` are the bytes that one participant sends and receives in one round
+    (see `jaxfl.traffic`). `scores` has each client's scores [C] by name at the last evaluation, and
+    `history` has [E, C] at all E evaluations. `states` [C, ...] are the clients' last states, on
+    the host. With several processes they stay on the devices, and include padding rows. `ledger`
+    is what the accountant reads, and `statement` is the privacy statement.
     """
 
     server: Tree
@@ -89,8 +91,9 @@ class Result(NamedTuple):
             to the client's examples without noise. `about["privacy"]` says so.
 
         Raises:
-            ValueError: No client has this index, or the method has no global model, as
-                `ifca` with its clusters, `fedrep` with its heads, and `local_only`.
+            ValueError: No client has this number, or the method has no global model, such as
+                `ifca` with its clusters, `fedrep` with its heads, and `local_only`. Or the result
+                is not from `simulate` or `sweep`.
 
         >>> from jaxfl import simulate
         >>> from jaxfl.algorithms import dp_fedavg_fb
@@ -144,8 +147,8 @@ class Result(NamedTuple):
             it.
 
         Raises:
-            ValueError: The path belongs to something else, no client has this index, or
-                the method has no global model.
+            ValueError: The path belongs to something else, no client has this number, or the
+                method has no global model.
         """
         path = pathlib.Path(check_path("path", path))
         if client == "all":

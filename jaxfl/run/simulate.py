@@ -60,7 +60,7 @@ class RunOptions(TypedDict, total=False):
 
     Args:
         eval_every: Number of rounds between evaluations of all clients. None stands for a tenth of
-            the rounds.
+            the rounds, rounded down, and at least 1. The last round is always evaluated.
         chunk: Number of clients vectorised at a time on each device. None stands for 1 on a CPU,
             512 on a GPU and "auto" on a TPU. "auto" measures a few sizes once, on a round of this
             run (see `jaxfl.engine.chunk.fastest`). If the chunk does not fit in memory, it is
@@ -76,9 +76,9 @@ class RunOptions(TypedDict, total=False):
             `clipped`, `participants`, `nonfinite` and the method's own infos. In per_client.npz
             these are epsilons by client, and how often each client took part. All epsilons, also in
             the statement, are then the epsilons of the plan, because the rounds as they happened
-            show who was drawn how often. In the plan
-            every client takes part in every round in which it can. Warnings name and count no
-            clients. Test scores, checkpoints and the returned arrays remain.
+            show who was drawn how often. In the plan every client takes part in every round in
+            which it can. Warnings name and count no clients. Test scores, checkpoints and the
+            returned arrays remain.
         resume: "auto" resumes from the folder. "never" starts over and replaces its contents.
         progress: Whether to show a bar with round, headline metric and epsilon so far.
         audit: Canaries that take part with the clients. An attacker's success on them bounds
@@ -86,9 +86,9 @@ class RunOptions(TypedDict, total=False):
             needs the extra `[audit]`). Canaries disturb the model.
         availability: Probability with which a drawn client returns its update, or one for each
             client `[C]`. A client that drops out contributes nothing, and its state does not
-            change. Epsilon stays that of the drawn clients, or is larger where clients add noise
-            (see `jaxfl.privacy.Dropouts`, which a method that reads its sampler takes instead, such
-            as `scaffold`). A method that sends nothing is unaffected.
+            change. Epsilon stays that of the drawn clients, or is larger where clients add noise. A
+            method that reads its sampler, such as `scaffold`, takes `jaxfl.privacy.Dropouts` as its
+            sampler instead. A method that sends nothing is unaffected.
     """
 
     eval_every: int | None
@@ -157,7 +157,8 @@ def simulate(
 
     Raises:
         ValueError: An argument does not fit. Or the folder holds another run, is in use, or holds
-            no intact checkpoint. If only the newest is damaged, the previous one is used.
+            no intact checkpoint. If only the newest checkpoint is damaged, the run resumes from the
+            previous one.
         FloatingPointError: The server's state turned non-finite, or no update counts any more. The
             message has the round and a remedy.
         KeyboardInterrupt: The run got Ctrl-C or SIGTERM. It ends after the running segment of
@@ -232,9 +233,13 @@ def sweep(
         keep: "best" also keeps the states of each point's best evaluation (see `simulate`).
         options: Options of `RunOptions`, by keyword.
 
+    Returns:
+        The result of each point, in the order of the values.
+
     Raises:
         ValueError: An argument does not fit (see `simulate`), or a value cannot be an argument of a
             compiled program.
+        FloatingPointError: As in `simulate`, for any point.
 
     >>> from functools import partial
     >>> from jaxfl.algorithms import fedprox
@@ -262,7 +267,7 @@ def sweep(
     if numbers is not None and len(numbers) != count:
         raise ValueError(
             f"numbers must have one entry for each of the {count} points, got {len(numbers)}. "
-            "Number every point."
+            "Give one whole number for each point."
         )
     own = None if numbers is None else tuple(numbers)
     if own is not None and not paired_noise:
@@ -297,7 +302,7 @@ def _points(key: Key[Array, "*P"], values: Mapping[str, Sequence[float]]) -> int
     if wrong := [name for name in values if not name.isidentifier()]:
         raise ValueError(
             f"values must be columns by argument of `build`, got {wrong[0]!r}. "
-            "Give names of arguments."
+            "Give names of arguments, for instance {'clip': [0.5, 1.0]}."
         )
     lengths = {name: len(column) for name, column in values.items()}
     if jnp.ndim(key):
@@ -317,7 +322,8 @@ def _check_clipped(points: Points, algorithms: Sequence[Algorithm]) -> None:
     if unclipped and noisy(points):
         raise ValueError(
             f"values of point {unclipped[0]} must have a finite clip in a sweep with noise, which "
-            "is in multiples of it, got clip=inf. Give a large number, or run that point alone."
+            "is in multiples of it, got clip=inf. Give a large number, such as 1e6, or run the "
+            "point alone."
         )
 
 

@@ -122,7 +122,7 @@ def test_correlated_noise_is_for_large_populations(deployment, banded, separated
     [
         ({}, "Give one of the two"),
         ({"epsilon": 1.0, "noise_multiplier": 1.0}, "Give one of the two"),
-        ({"epsilon": 1.0, "kinds": ()}, r"got \(\)\. Add 'poisson'"),
+        ({"epsilon": 1.0, "kinds": ()}, r"got \(\)\. Give other kinds"),
         ({"epsilon": 1.0, "kinds": "poisson"}, "Give some of"),
         ({"epsilon": 1.0, "cohort": 1001}, "cohort must be .* got 1001"),
         ({"epsilon": 1.0, "cohort": 600, "kinds": ("banded",)}, "one that fits cohort=600"),

@@ -148,6 +148,11 @@ def calibrate(
     of at most b bands the multiplier is :math:`z / (\sqrt{k} \|c\|_2)`
     (`jaxfl.privacy.mechanisms.correlated`).
 
+    Raises:
+        ValueError: No noise reaches `epsilon` by this accountant, the mechanism's clients add
+            noise, or its epsilon does not follow from its multiplier. Or `shape` or the mechanism's
+            weights do not fit the rounds.
+
     >>> round(calibrate(1.0, clients=20, rounds=100), 1)
     37.3
     >>> round(calibrate(1.0, clients=20, rounds=400, participations=100), 1)

@@ -59,7 +59,10 @@ def check_ledger(name: str, value: Any) -> Ledger:
 
 
 class Epsilon(NamedTuple):
-    """Largest epsilon over clients, each client's own, its theorem, and why it is infinite."""
+    """Largest epsilon over clients, each client's own, its theorem, and why it is infinite.
+
+    The reason is None if the largest epsilon is finite.
+    """
 
     value: float
     per_client: Float[np.ndarray, "C"]

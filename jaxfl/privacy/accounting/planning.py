@@ -108,7 +108,7 @@ class Plan(NamedTuple):
 
     @property
     def epsilon(self) -> float:
-        """Smaller one of the two bounds."""
+        """The smaller of the two bounds."""
         return min(self.pld.value, self.rdp.value)
 
     @property
@@ -223,6 +223,11 @@ def plan(
             server enforces. None leaves it to the sampler.
         progress: Whether to show a bar on the terminal's standard error.
 
+    Raises:
+        ValueError: Both or neither of `epsilon` and `noise_multiplier` are given, the cohort does
+            not fit the clients or the limits, or no kind fits. Or a mechanism of `mechanisms` has
+            other cohorts, or noise that its multiplier does not set.
+
     >>> best, *others = plan(
     ...     clients=100_000, cohort=1000, rounds=100, epsilon=8.0, kinds=("poisson", "separated")
     ... )
@@ -254,7 +259,7 @@ def plan(
         return planned_exposure(mechanism, clients, rounds, stateful=stateful, **limits)
 
     def promised(mechanism: Mechanism) -> float:
-        """Return about the least error of a mechanism."""
+        """Return the approximate error of a mechanism with the noise that the budget needs."""
         if epsilon is None:
             return error(mechanism, 1.0)
         return error(mechanism, rough_noise(exposed(mechanism), epsilon, delta))
@@ -319,13 +324,11 @@ def plan(
         plans = [priced(kind, *chosen) for kind, chosen in found.items() if chosen is not None]
     if not plans:
         under = ""
-        remedy = "Add 'poisson', which fits every cohort."
         if has_limits:
             under = f" under participations={participations}, separation={separation}"
-            remedy = "Allow more participations or a smaller separation, or give all kinds."
         raise ValueError(
             f"kinds must have one that fits cohort={cohort} of clients={clients}{under}, "
-            f"got {kinds!r}. {remedy}"
+            f"got {kinds!r}. Give other kinds, for instance ('any cohort',)."
         )
     return sorted(plans, key=_error)
 

@@ -39,9 +39,10 @@ class AdaptiveClip(Mechanism):
         \bar b &= \frac{1}{qN} \Big( \sum_i (b_i - \tfrac12) + N(0, \sigma_b^2) \Big) + \tfrac12, \\
         C_{t+1} &= C_t e^{-\eta (\bar b - \gamma)}
 
-    A client contributes its clipped update and :math:`\kappa (b_i - 1/2)` as one vector, whose
-    joint bound is :math:`C_t \sqrt{1 + \kappa^2 / 4 C_t^2}`. One Gaussian of multiplier z on it
-    adds noise of :math:`z_\Delta C_t` on the update and :math:`\sigma_b` on the bits, with
+    Here :math:`q N` is the expected cohort. A client contributes its clipped update and
+    :math:`\kappa (b_i - 1/2)` as one vector, whose joint bound is
+    :math:`C_t \sqrt{1 + \kappa^2 / (4 C_t^2)}`. One Gaussian of multiplier z on it adds noise of
+    :math:`z_\Delta C_t` on the update and :math:`\sigma_b` on the bits, with
     :math:`z_\Delta = (z^{-2} - (2 \sigma_b)^{-2})^{-1/2}` and
     :math:`\kappa = z_\Delta C_t / \sigma_b`.
 

@@ -185,8 +185,8 @@ class BandedNoise(CorrelatedNoise):
         noise_multiplier: z of the fresh noise, one number for all rounds. The server adds the
             noise.
         bands: b, the number of coefficients. 1 is independent noise.
-        coefficients: c_1, ..., c_{b-1}, at least 0, such as those of an optimiser. None stands for
-            those of the square root.
+        coefficients: c_1, ..., c_{b-1}, at least 0, for instance found by numerical optimisation.
+            None stands for those of the square root.
 
     Guarantee: See `jaxfl.privacy.mechanisms.correlated`. For a client with rounds P the run is one
         Gaussian of multiplier :math:`z / \|S \mathbf{1}_P\|_2`. That is
@@ -461,9 +461,9 @@ def prefix_error(
     polynomials, `strategy` divided by `over`.
 
     Args:
-        strategy: Coefficients of S, or of the polynomial above.
+        strategy: Coefficients of S, or of the ratio's numerator.
         rounds: T, the number of rounds. None stands for the number of coefficients.
-        over: Coefficients of the polynomial below. None stands for 1.
+        over: Coefficients of the ratio's denominator. None stands for 1.
 
     >>> round(prefix_error(np.ones(1), 3) ** 2, 6)
     2.0

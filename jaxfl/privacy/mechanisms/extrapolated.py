@@ -22,7 +22,8 @@ class Extrapolated(Mechanism):
         \text{std of the mean} = \frac{z C}{m'}, \qquad
         \text{so the sum of } m \text{ has } z \frac{m}{m'}
 
-    It predicts the accuracy of a deployment with similar clients and equally faint noise.
+    Here m is the expected cohort of this run. The accuracy predicts that of a deployment with
+    similar clients and equally faint noise on its mean.
 
     Args:
         noise_multiplier: z of the deployment.

@@ -92,7 +92,7 @@ class Participant(NamedTuple):
     client_id: Int[Array, ""]
     """Index of the client among all clients."""
     noise: Float[Array, ""]
-    """Std of its noise over C."""
+    """Std of the noise that the participant adds, divided by C."""
 
 
 class Contribution(NamedTuple):
@@ -262,7 +262,7 @@ class Mechanism:
             raise ValueError(
                 f"message.extra must be None for {type(self).__name__}, which takes an update "
                 f"alone, got {type(sent.extra).__name__}. "
-                "Give the algorithm a mechanism that reads it, or leave it out."
+                "Give the algorithm a mechanism that reads extra, or leave extra out."
             )
         update = self.add_client_noise(key, memory, client, sent.update)
         return Contribution(update, jnp.minimum(norm, self.contribution_bound(memory)))

@@ -85,13 +85,14 @@ class Accounts(NamedTuple):
 class PrivacyFilter(Mechanism):
     r"""Noised uploads, until a client has spent its budget.
 
-    A client takes part only while :math:`\sum_k m_k^{-2} \le m^{-2}` over the multipliers of all
-    that it sends: s / 2 for an update, under replace-one, and r for a released number. Each cost is
-    known in advance, from earlier releases, so the sum is bounded whatever is released.
+    A client takes part only while :math:`\sum_k m_k^{-2} \le m^{-2}` over the multipliers
+    :math:`m_k` of all that it sends: s / 2 for an update, under replace-one, and r for a released
+    number. Each cost is known in advance, from earlier releases, so the sum is bounded whatever is
+    released.
 
     Args:
-        least_total: m, the least multiplier of all that a client sends. 0 stops nobody, and gives
-            no guarantee.
+        least_total: m, the least multiplier of all that a client sends. 0 stops nobody. There is
+            then no guarantee with a release, and that of `Mechanism` without one.
         release: Number that each participant releases in addition to its update (`Message.extra`),
             which sets the client noise. None releases no number.
 
@@ -267,7 +268,7 @@ class PrivacyFilter(Mechanism):
             raise ValueError(
                 f"least_total must bound all that a client sends, got {self.least_total!r}, but "
                 f"all that client {client} sent adds up to {spent[client] ** -0.5:.6g}. "
-                "Stop a client before that."
+                "Give the least_total of the run, or leave the client out of its last rounds."
             )
 
 

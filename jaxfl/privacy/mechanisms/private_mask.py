@@ -42,7 +42,7 @@ class PrivateMask(Mechanism):
         if sent.extra is None:
             raise ValueError(
                 "message.extra must be a private mask, got None. "
-                "Send one, or give another mechanism."
+                "Return Message(update, mask), or give the algorithm another mechanism."
             )
         contribution = super().contribute(key, memory, client, sent._replace(extra=None), norm)
         return contribution._replace(update=keep(sent.extra, contribution.update))

@@ -116,9 +116,9 @@ class Median(Robust):
 @checked(**FIELDS, share=at_least_0)
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrimmedMean(Robust):
-    r"""Mean without the :math:`\lfloor \beta n \rfloor` smallest and largest values.
+    r"""Mean without the :math:`\lfloor \beta n \rfloor` smallest and largest of n values.
 
-    Values are trimmed coordinate by coordinate.
+    The values are those of the round's n participants, and are trimmed coordinate by coordinate.
 
     Args:
         share: :math:`\beta`, the share of values that is left out at each end, below a half.
@@ -156,9 +156,10 @@ class TrimmedMean(Robust):
 class Krum(Robust):
     """Mean of the `keep` updates with the least scores.
 
-    The score of an update is the sum of the squared distances to its n - f - 2 nearest others.
-    `keep` of 1 is Krum, and more is Multi-Krum. The paper's bound asks for :math:`n > 2 f + 2`.
-    With too few participants for that number, the score is the distance to the nearest.
+    In a round of n participants, the score of an update is the sum of the squared distances to its
+    n - f - 2 nearest others. `keep` of 1 is Krum, and more is Multi-Krum. The paper's bound asks
+    for :math:`n > 2 f + 2`. If n - f - 2 is below 1, the score is the squared distance to the
+    nearest other update.
 
     Args:
         byzantine: f, the number of a round's participants that may lie.

@@ -88,7 +88,8 @@ class Skellam(Mechanism):
         bits: b, from 8 to 32. The modulus of sums is 2^b.
         dropout: Largest fraction of a mean cohort that may drop out without costing more than the
             planned epsilon. n is the mean number of drawn clients times (1 - dropout), rounded up.
-            Shares have that much more noise. `Dropouts` lets clients of the simulation drop out.
+            A larger value gives each share more noise. `Dropouts` lets clients of the simulation
+            drop out.
 
     Guarantee: Client-level privacy under zero-out adjacency, by Rényi divergences
         (`accountants.py`). Each :math:`x_i` is shortened until its norm, summed in

@@ -4,11 +4,11 @@ python -m benchmarks.accelerator --minutes 8
 
 Each part has a process and a time limit of its own. The most useful parts start first, until the
 time is over. Each result is printed and written at once, so a part that fails or takes too long
-costs no other part. Several parts compile at the same time, because that needs processor cores, but
-a part that measures has the device to itself. `--only` runs the parts whose names contain one of
-some texts. Shares compare with the rates that the device itself reaches, in a large matrix
-product at JAX's default precision and in a copy of a large array. Bytes are those of the compiled
-program's kernels (`tools.footprint.hlo`). `--tiny` has sizes for a trial on a CPU.
+costs no other part (`tools.turns`). `--only` runs the parts whose names contain one of some
+texts, and the part that describes the device. Shares compare with the rates that the device itself
+reaches, in a large matrix product at JAX's default precision and in a copy of a large array. Bytes
+are those of the compiled program's kernels (`tools.footprint.hlo`). `--tiny` has sizes for a trial
+on a CPU. Every call writes a file of its own, and leaves earlier ones alone.
 """
 
 import collections
@@ -17,13 +17,15 @@ import dataclasses
 import datetime
 import fcntl
 import importlib.util
+import math
 import os
 import pathlib
+import signal
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any, NamedTuple, get_args
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +34,7 @@ import optax
 import tyro
 from jax import lax
 
-from benchmarks.common import OUT, apart, cores, in_turn, machine, medians
+from benchmarks.common import OUT, cores, in_turn, machine, medians
 from benchmarks.population import make
 from benchmarks.workloads import (
     WORKLOADS,
@@ -48,7 +50,7 @@ from benchmarks.workloads import (
     rounds_of,
 )
 from jaxfl import LocalSGD, simulate
-from jaxfl._support.files import write_json
+from jaxfl._support.files import cache_folder, write_json
 from jaxfl.algorithms import centaur, dp_fedavg, dp_pfeddsu, fedavg, feddpa
 from jaxfl.backend import Form
 from jaxfl.engine.chunk import fitting
@@ -60,6 +62,7 @@ from jaxfl.models import digits_cnn, mlp, with_precision
 from jaxfl.privacy import FixedSize, Mechanism, Poisson
 from jaxfl.types import Algorithm, Model
 from tools.footprint.hlo import step_cost
+from tools.turns import Found, Part, run_parts, turn
 
 _TINY = 4
 """Greatest number of clients of a trial, which runs one step per client."""
@@ -83,104 +86,136 @@ class Config:
     only: tuple[str, ...] = ()
     """Texts, of which the name of a part contains one. Empty stands for all parts."""
     at_once: int | None = None
-    """Number of parts that compile at the same time. None stands for half of the cores."""
+    """Number of parts that have a process at the same time. None stands for half of the cores."""
     out: pathlib.Path = OUT
 
 
-class Part(NamedTuple):
-    """A function of this module, with its arguments and its time limit."""
-
-    function: Callable[..., dict[str, Any]]
-    arguments: tuple
-    seconds: float = 240.0
-
-
-def main(config: Config) -> None:
-    """Run the parts, and write each result."""
-    begun, results = time.monotonic(), {}
-    config.out.mkdir(parents=True, exist_ok=True)
-    whole = {
-        name: part
-        for name, part in parts(config.tiny).items()
-        if not config.only or any(text in name for text in config.only)
-    }
+def main(config: Config) -> int:
+    """Run the parts, write each result, and return 1 if a part failed."""
+    chosen = _chosen(config)
     # Timings of a tiny run do not matter, so that every core can have a part.
     at_once = config.at_once or (cores() if config.tiny else max(1, cores() // 2))
-    pool = ThreadPoolExecutor(at_once)
-    with tempfile.NamedTemporaryFile() as turn:
-        os.environ[_TURN] = turn.name
-        running = {pool.submit(_result, part, begun, config): name for name, part in whole.items()}
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    if config.tiny:
+        os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+    config.out.mkdir(parents=True, exist_ok=True)
+    kind = "accelerator_tiny" if config.tiny else "accelerator"
+    path = config.out / f"{kind}_{datetime.datetime.now():%Y%m%d_%H%M%S}.json"
+    results: dict[str, Found] = {}
+
+    def keep(name: str, found: Found) -> None:
+        results[name] = found
+        print(_line(name, found), flush=True)
+        in_order = {other: results[other] for other in chosen if other in results}
+        # A full disk must not end the measurements, which are printed too.
         try:
-            for future in as_completed(running):
-                results[running[future]] = found = future.result()
-                kept = {name: results[name] for name in whole if name in results}
-                write_json(config.out / "accelerator.json", report(kept) | {"tiny": config.tiny})
-                print(f"{running[future]}: {_line(found)}", flush=True)
-        finally:
-            # No other part starts after Ctrl-C.
-            pool.shutdown(cancel_futures=True)
+            write_json(path, _finite(report(in_order, tiny=config.tiny)), allow_nan=False)
+        except OSError as error:
+            print(f"{path} cannot be written: {error}", flush=True)
+        if name == "device" and found.get("platform") == "cpu" and not config.tiny:
+            raise SystemExit("JAX must see an accelerator, got a CPU. Give --tiny for a trial.")
+
+    # SIGTERM ends the parts as Ctrl-C does. They would hold the device otherwise.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with _only_run():
+        try:
+            run_parts(chosen, keep, seconds=60 * config.minutes, at_once=at_once)
+        except KeyboardInterrupt:
+            print("stopped; the results so far are written", flush=True)
+    print(f"\n{path}", *(_line(name, found) for name, found in results.items()), sep="\n")
+    return int(len(results) < len(chosen) or any("failed" in found for found in results.values()))
 
 
-def _line(found: dict[str, Any]) -> str:
-    """Return the values of a part in one line."""
-    return ", ".join(
-        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-        for key, value in found.items()
-    )
-
-
-def report(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the file's contents: a table of all speeds, a headline, and what every part found."""
-    columns = (
-        "us_per_client_step",
-        "mb_per_client_step",
-        "share_of_products",
-        "kernels",
-        "temporary_mb",
-        "compile_s",
-    )
-    rows = []
-    for name, found in parts.items():
-        for column in ("clients_per_s", "loop_clients_per_s", "vmap_clients_per_s"):
-            if column in found:
-                way = column.removesuffix("clients_per_s").rstrip("_")
-                row = {"part": f"{name}, {way}" if way else name, "clients_per_s": found[column]}
-                rows.append(row | {key: found.get(key) for key in columns})
-    seconds = {name: found["seconds"] for name, found in parts.items() if "seconds" in found}
-    headline = "; ".join(f"{name}: {value:.3g} s" for name, value in seconds.items())
-    device = parts.get("device", {})
-    date = datetime.date.today().isoformat()
-    return {"headline": headline, "machine": device, "date": date, "rows": rows, "parts": parts}
-
-
-_TURN = "BENCHMARK_TURN"
-"""Environment variable with the file whose lock orders the use of the device."""
+def _chosen(config: Config) -> dict[str, Part]:
+    """Return the parts that the options choose."""
+    if not config.minutes > 0:
+        raise ValueError(f"minutes must be above 0, got {config.minutes}. Give for instance 8.")
+    if config.at_once is not None and config.at_once < 1:
+        raise ValueError(f"at_once must be at least 1, got {config.at_once}. Give for instance 4.")
+    every = parts(config.tiny)
+    unknown = [text for text in config.only if not any(text in name for name in every)]
+    if unknown:
+        raise ValueError(
+            f"only must name parts, got {unknown[0]!r}. Choose from {', '.join(every)}."
+        )
+    return {
+        name: part
+        for name, part in every.items()
+        if name == "device" or not config.only or any(text in name for text in config.only)
+    }
 
 
 @contextlib.contextmanager
-def _hold_device(alone: bool) -> Iterator[None]:
-    """Wait until no other part uses the device, or, with `alone=False`, until none measures."""
-    with open(os.environ[_TURN], "rb") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+def _only_run() -> Iterator[None]:
+    """Let one run of a user measure at a time."""
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "accelerator.lock", "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SystemExit(
+                "The device must be free, got another run of this benchmark."
+            ) from None
         yield
 
 
-def _result(part: Part, begun: float, config: Config) -> dict[str, Any]:
-    """Return the result of a part, or the reason why it has none, and its duration."""
-    start, environment = time.monotonic(), {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    left = begun + 60 * config.minutes - start
-    if left <= 0:
-        return {"missing": "the time was over"}
-    if config.tiny:
-        environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
-    try:
-        found = apart(
-            part.function, *part.arguments, timeout=min(part.seconds, left), **environment
-        )
-    except Exception as error:
-        # Whatever ends a part, the others continue.
-        found = {"failed": str(error)[-2000:]}
-    return found | {"part_s": round(time.monotonic() - start, 1)}
+def _line(name: str, found: Found) -> str:
+    """Return the values of a part in one line."""
+    values = (
+        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in found.items()
+    )
+    return f"{name}: {', '.join(values)}"
+
+
+def _finite(value: Any) -> Any:
+    """Return JSON with null in place of numbers that are not finite, which JSON lacks."""
+    if isinstance(value, dict):
+        return {key: _finite(own) for key, own in value.items()}
+    if isinstance(value, list):
+        return [_finite(own) for own in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+COLUMNS = (
+    "us_per_client_step",
+    "mb_per_client_step",
+    "share_of_products",
+    "kernels",
+    "temporary_mb",
+    "compile_s",
+)
+"""Columns of a speed, besides its part and clients per second."""
+
+
+def report(parts: dict[str, Found], *, tiny: bool = False) -> dict[str, Any]:
+    """Return the file's contents: a table of all speeds, a headline, and what every part found."""
+    device = {key: value for key, value in parts.get("device", {}).items() if key != "part_s"}
+    peak = device.get("tflop_per_s")
+    rows = []
+    for name, found in parts.items():
+        for column in ("clients_per_s", "loop_clients_per_s", "vmap_clients_per_s"):
+            if column not in found:
+                continue
+            way = column.removesuffix("clients_per_s").rstrip("_")
+            row = {"part": f"{name}, {way}" if way else name, "clients_per_s": found[column]}
+            facts = dict(found)
+            if peak and "tflop_per_s" in found:
+                # One rate for all parts, so that their shares can be compared.
+                facts["share_of_products"] = found["tflop_per_s"] / peak
+            rows.append(row | {key: facts.get(key) for key in COLUMNS})
+    seconds = {name: found["seconds"] for name, found in parts.items() if "seconds" in found}
+    headline = "; ".join(f"{name}: {value:.3g} s" for name, value in seconds.items())
+    date = datetime.date.today().isoformat()
+    return {
+        "headline": "trial on few clients, whose times mean nothing" if tiny else headline,
+        "machine": device,
+        "date": date,
+        "tiny": tiny,
+        "rows": rows,
+        "parts": parts,
+    }
 
 
 def parts(tiny: bool) -> dict[str, Part]:
@@ -191,65 +226,66 @@ def parts(tiny: bool) -> dict[str, Part]:
         most = min(clients, max(chunk, small)) if name == "resnet20" else clients
         return Part(speed, (name, form, min(chunk, most), precision, most))
 
+    def peer(name: Name) -> Part:
+        return Part(torch_speed, (name, small, clients, few))
+
     found = {
-        "device": Part(device, ()),
-        "lenet, chunk 512": of("lenet", 512),
+        "device": Part(device),
         "evaluation": Part(evaluation, (clients,)),
-        "correct": Part(correct, ()),
+        "correct": Part(correct),
+        "kernels": Part(kernels),
+        "lenet, chunk 512": of("lenet", 512),
+        "torch: lenet": peer("lenet"),
+    }
+    # A CPU would take minutes for these, and for the other forms below.
+    if not tiny:
+        found["lenet, chunk 2048"] = of("lenet", 2048)
+    found |= {
         "lenet, 10,000 clients x 10 steps": Part(ten_steps, (8 if tiny else 10_000, few)),
-        "torch: lenet": Part(torch_speed, ("lenet", small, few)),
         "pfl-research's CIFAR-10, 1,500 rounds": Part(
             pfl_cifar10, (3, clients) if tiny else (1500, 1000)
         ),
-        "torch: pfl_cnn": Part(torch_speed, ("pfl_cnn", small, few)),
-        "torch: femnist_cnn": Part(torch_speed, ("femnist_cnn", small, few)),
+        "pfl_cnn, chunk 512": of("pfl_cnn", 512),
+        "torch: pfl_cnn": peer("pfl_cnn"),
     }
-    others: tuple[Name, ...] = ("pfl_cnn", "femnist_cnn", "feddpa", "resnet20", "mlp")
-    for name in others:
-        found[f"{name}, chunk 512"] = of(name, 512)
-    found |= {
-        "kernels": Part(kernels, ()),
-        "torch: mlp": Part(torch_speed, ("mlp", small, few)),
-        # The default precision is TF32.
-        "lenet, im2col, chunk 512, bfloat16": of("lenet", 512, "im2col", "bfloat16"),
-    }
-    # A CPU would take minutes for these.
     if not tiny:
-        found |= _other_chunks_and_forms(of)
+        found |= _other_forms(of, "lenet", ("im2col", "grouped", "blocks", "lax"))
+        found |= _other_forms(of, "resnet20", ("im2col", "lax"))
+    found |= {f"{name}, chunk 512": of(name, 512) for name in ("mlp", "resnet20", "feddpa")}
     found |= {
-        "lenet, im2col, chunk 512, float32": of("lenet", 512, "im2col", "float32"),
-        "population": Part(population, (1000 if tiny else 1_000_000,)),
+        "torch: mlp": peer("mlp"),
+        "femnist_cnn, chunk 512": of("femnist_cnn", 512),
+        "torch: femnist_cnn": peer("femnist_cnn"),
         "out of memory": Part(out_of_memory, (clients if tiny else 32_768,)),
     }
-    profiled: tuple[Name, ...] = ("lenet", *others)
+    profiled: tuple[Name, ...] = ("lenet", "pfl_cnn", "femnist_cnn", "feddpa", "resnet20", "mlp")
     for name in profiled[-1:] if tiny else profiled:
         found[f"profile: {name}"] = Part(profile, (name, small, small // 2))
-    return found
-
-
-def _other_chunks_and_forms(of: Callable[..., Part]) -> dict[str, Part]:
-    """Return parts that decide on the default chunk and forms. `of` makes a part."""
-    found = {"lenet, chunk 2048": of("lenet", 2048)}
-    forms: dict[Name, tuple[Form, ...]] = {
-        "lenet": ("im2col", "grouped", "blocks", "lax"),
-        "feddpa": ("grouped", "pallas"),
-        "femnist_cnn": ("grouped", "lax"),
-        "pfl_cnn": ("grouped", "lax"),
-        "resnet20": ("im2col", "lax"),
+    if not tiny:
+        found |= _other_forms(of, "feddpa", ("grouped", "pallas"))
+        found |= _other_forms(of, "femnist_cnn", ("grouped", "lax"))
+        found |= _other_forms(of, "pfl_cnn", ("grouped", "lax"))
+    return found | {
+        # The default precision is TF32.
+        "lenet, im2col, chunk 512, bfloat16": of("lenet", 512, "im2col", "bfloat16"),
+        "lenet, im2col, chunk 512, float32": of("lenet", 512, "im2col", "float32"),
+        "population": Part(population, (1000 if tiny else 1_000_000,)),
     }
-    for name, others in forms.items():
-        found[f"{name}, chunk 128"] = of(name, 128)
-        for form in others:
-            found[f"{name}, {form}, chunk 128"] = of(name, 128, form)
-    return found
+
+
+def _other_forms(of: Callable[..., Part], name: Name, forms: Sequence[Form]) -> dict[str, Part]:
+    """Return parts that decide on the chunk and the form of a network. `of` makes a part."""
+    found = {f"{name}, chunk 128": of(name, 128)}
+    return found | {f"{name}, {form}, chunk 128": of(name, 128, form) for form in forms}
 
 
 def device() -> dict[str, Any]:
     """Describe the device, and measure the rates of a matrix product and of a copy."""
     here = place(clients_of(*examples_of(_lenet(1))), jax.devices()[:1])
     memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-    with _hold_device(alone=True):
-        return machine() | {"memory": memory} | _peaks(here)
+    with turn("measure"):
+        platform = {"platform": jax.default_backend(), "memory": memory}
+        return machine() | platform | _peaks(here)
 
 
 def _peaks(population: Population) -> dict[str, float]:
@@ -275,7 +311,7 @@ def evaluation(clients: int) -> dict[str, Any]:
     )
     center, states = initialize(key, key, algorithm, where)
     score = compile_evaluation(algorithm, where, chunk=min(128, clients))
-    with _hold_device(alone=False):
+    with turn("compile"):
         scores = jax.device_get(score(key, center.server, states))
     return {"finite": bool(np.isfinite(scores["loss"]).all()), "clients": len(scores["loss"])}
 
@@ -293,7 +329,7 @@ def correct() -> dict[str, Any]:
         if method is not fedavg:
             options |= {"clip": 1.0, "noise_multiplier": 0.0, "sampling": Poisson(0.7)}
         results = []
-        with jax.default_matmul_precision("float32"), _hold_device(alone=False):
+        with jax.default_matmul_precision("float32"), turn("compile"):
             for device, chunk in ((jax.devices("cpu")[0], 1), (jax.devices()[0], 4)):
                 here: dict[str, Any] = {"devices": [device], "chunk": chunk, "progress": False}
                 run = simulate(0, method(model, **options), clients, rounds=2, **here)
@@ -319,7 +355,7 @@ def kernels() -> dict[str, Any]:
         def loss(params: Any, model: Model = model) -> jax.Array:
             return jnp.sum(jnp.sin(model.apply(params, model.prepare(inputs))))
 
-        with jax.default_matmul_precision("float32"), _hold_device(alone=False):
+        with jax.default_matmul_precision("float32"), turn("compile"):
             gradients = jax.jit(jax.vmap(jax.grad(loss)))(
                 jax.vmap(model.init)(jax.random.split(jax.random.key(0), 3))
             )
@@ -351,7 +387,7 @@ def _of(name: Name, clients: int) -> Workload:
 def speed(
     name: Name, form: Form | None, chunk: int, precision: Any, clients: int
 ) -> dict[str, Any]:
-    """Measure a workload's round: clients per second, and shares of the device's rates."""
+    """Measure a workload's round: clients, operations of the model and bytes per second."""
     work = _of(name, clients)
     model = model_of(work, form)
     model = model if precision is None else with_precision(model, precision)
@@ -360,21 +396,20 @@ def speed(
 
 def _measured(work: Workload, algorithm: Algorithm, chunk: int) -> dict[str, Any]:
     where = place(clients_of(*examples_of(work)), jax.devices()[:1])
-    with _hold_device(alone=False):
+    with turn("compile"):
         compiled = compile_round(algorithm, where, chunk)
     steps, blocks = blocks_of(work.examples, work.batch_size)[::-1]
     cost = step_cost(compiled.text(), (steps, blocks))
-    with _hold_device(alone=True):
+    with turn("measure"):
         turns = in_turn({"round": compiled.run}, 1 if work.clients <= _TINY else 5)["round"]
-        peaks = _peaks(where)
     seconds = float(np.median(turns))
     moved = cost.bytes / chunk * work.clients * work.steps
     return {
         "clients_per_s": work.clients / seconds,
         "slowest_clients_per_s": work.clients / max(turns),
         "us_per_client_step": 1e6 * seconds / work.clients / work.steps,
-        "share_of_products": round_flops(work) / seconds / 1e12 / peaks["tflop_per_s"],
-        "share_of_memory": moved / seconds / 1e9 / peaks["gb_per_s"],
+        "tflop_per_s": round_flops(work) / seconds / 1e12,
+        "gb_per_s": moved / seconds / 1e9,
         "mb_per_client_step": moved / work.clients / work.steps / 1e6,
         "kernels": cost.kernels,
         "temporary_mb": compiled.temporary_mb,
@@ -401,7 +436,7 @@ def pfl_cifar10(rounds: int, clients: int) -> dict[str, Any]:
     local = LocalSGD(optax.sgd(0.1), work.batch_size)
     algorithm = fedavg(model_of(work), local=local, mechanism=Mechanism(sampling=sampling))
     data = clients_of(*examples_of(work), tests=10)
-    with _hold_device(alone=True):
+    with turn("measure"):
         begun = time.perf_counter()
         simulate(0, algorithm, data, rounds=rounds, progress=False)
         seconds = time.perf_counter() - begun
@@ -413,9 +448,9 @@ def population(number: int) -> dict[str, Any]:
     model, sampling = mlp((8, 8, 1), hidden=(200, 64)), Poisson(min(1.0, 1000 / number))
     algorithm = centaur(model, sampling=sampling, clip=1.0, noise_multiplier=1.0)
     where = place(make(number, 20))
-    with _hold_device(alone=False):
+    with turn("compile"):
         compiled = compile_round(algorithm, where, 128)
-    with _hold_device(alone=True):
+    with turn("measure"):
         seconds = medians(in_turn({"round": compiled.run}, 3))["round"]
     return {"compile_s": compiled.compile_s, "round_s": seconds}
 
@@ -423,54 +458,68 @@ def population(number: int) -> dict[str, Any]:
 def out_of_memory(chunk: int) -> dict[str, Any]:
     """Return the chunk that remains after a chunk that is too large was halved."""
     work = _lenet(chunk)
-    algorithm, where, key = (
-        algorithm_of(work),
-        place(clients_of(*examples_of(work))),
-        jax.random.key(0),
-    )
+    # The default form needs too little memory.
+    algorithm = algorithm_of(work, model=model_of(work, "im2col"))
+    where = place(clients_of(*examples_of(work)))
+    key = jax.random.key(0)
     arguments = (key, 0, 1, *initialize(key, key, algorithm, where))
-    with _hold_device(alone=True):
+    with turn("measure"):
         left = fitting(rounds_of(algorithm, where), chunk, arguments).chunk
     return {"asked": chunk, "chunk": left}
 
 
-def torch_speed(name: Name, clients: int, chunk: int) -> dict[str, Any]:
-    """Measure PyTorch's loop over clients, and `torch.func.vmap`, on the same device."""
+def torch_speed(name: Name, looped: int, clients: int, chunk: int) -> Found:
+    """Measure PyTorch on the same device.
+
+    Args:
+        name: Name of the workload.
+        looped: Number of clients of a loop over clients.
+        clients: Number of clients of `torch.func.vmap`.
+        chunk: Number of clients that `torch.func.vmap` vectorises at a time.
+    """
     if importlib.util.find_spec("torch") is None:
         return {"missing": "PyTorch is not installed"}
+    import torch
+
     from benchmarks import pytorch
     from benchmarks.throughput import torch_tensors
 
-    work, target = _of(name, clients), pytorch.best_device(cores())
-    data = torch_tensors(*examples_of(work), target)
-    network, given = (
-        pytorch.NETWORKS[work.model](work.input_shape).to(target),
-        (work.batch_size, work.steps),
-    )
+    target = pytorch.best_device(cores())
+    if "cpu" in str(target) and jax.default_backend() != "cpu":
+        return {"failed": "PyTorch sees no accelerator, and JAX sees one"}
 
-    def timed(round_fn: Callable[..., None], **options: Any) -> Callable[[], None]:
+    def timed(round_fn: Callable[..., None], number: int, **options: Any) -> Callable[[], None]:
+        work = _of(name, number)
+        network = pytorch.NETWORKS[work.model](work.input_shape).to(target)
+        data = torch_tensors(*examples_of(work), target)
+
         def run() -> None:
-            round_fn(network, *data, batch_size=given[0], steps=given[1], **options)
+            round_fn(network, *data, batch_size=work.batch_size, steps=work.steps, **options)
             pytorch.wait(target)
 
         return run
 
     rounds = {
-        "loop": timed(pytorch.fedavg_round),
-        "vmap": timed(pytorch.vmapped_round, chunk=chunk),
+        "loop": timed(pytorch.fedavg_round, looped),
+        "vmap": timed(pytorch.vmapped_round, clients, chunk=chunk),
     }
-    with _hold_device(alone=True):
+    with turn("measure"):
         seconds = medians(in_turn(rounds, 3))
-    return {f"{kind}_clients_per_s": clients / value for kind, value in seconds.items()}
+    return {
+        "loop_clients_per_s": looped / seconds["loop"],
+        "vmap_clients_per_s": clients / seconds["vmap"],
+        "torch": torch.__version__,
+        "torch_device": str(target),
+    }
 
 
 def profile(name: Name, clients: int, chunk: int) -> dict[str, Any]:
     """Return the percentages of the device's time that the longest kernels of a round take."""
     work = _of(name, clients)
     where = place(clients_of(*examples_of(work)), jax.devices()[:1])
-    with _hold_device(alone=False):
+    with turn("compile"):
         compiled = compile_round(algorithm_of(work), where, chunk)
-    with _hold_device(alone=True), tempfile.TemporaryDirectory() as folder:
+    with turn("measure"), tempfile.TemporaryDirectory() as folder:
         compiled.run()
         with jax.profiler.trace(folder):
             compiled.run()
@@ -480,11 +529,12 @@ def profile(name: Name, clients: int, chunk: int) -> dict[str, Any]:
     for plane in planes:
         for line in plane.lines if plane.name.startswith("/device:GPU") else ():
             for event in line.events if line.name.startswith("Stream") else ():
-                spent[event.name] += event.duration_ns
+                # Many kernels differ by the end of a long name alone.
+                spent[event.name[:60]] += event.duration_ns
     total = spent.total()
-    shares = {kernel[:60]: 100 * time / total for kernel, time in spent.most_common(14)}
+    shares = {kernel: 100 * time / total for kernel, time in spent.most_common(14)}
     return {"ms": total / 1e6} | shares
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    sys.exit(main(tyro.cli(Config, description=__doc__)))

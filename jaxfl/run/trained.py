@@ -34,11 +34,14 @@ _PERSONAL = (
     "This model was fitted to the examples of client {} without noise. No epsilon covers it, so "
     "that only this client may have it."
 )
-PERSONAL_MODELS = (
+_PERSONAL_MODELS = (
     "Each of these models was fitted to the examples of one client without noise. No epsilon "
     "covers them, so that each client may have only its own."
 )
-"""Privacy of the models of all clients together."""
+_BY_PRIVATE_STEPS = (
+    " The private steps of clients have an epsilon for each example, which the statement gives for "
+    "what clients send. It does not cover what else a client's own model depends on."
+)
 
 _PROMISE = (
     "This model follows from what the statement's observer of noisy sums and broadcasts sees. "
@@ -153,6 +156,18 @@ def personal_model(origin: Origin, snapshot: Snapshot, client: Any) -> TrainedMo
     return _model(origin, _personal(origin, snapshot, client), _about(origin, snapshot, client))
 
 
+def personal_privacy(algorithm: Algorithm, client: int | None) -> str:
+    """Return what covers a client's own model, or those of all clients, as a sentence."""
+    if algorithm.dp_sgd is not None:
+        owner = (
+            "Only a client may have its own model."
+            if client is None
+            else (f"Only client {client} may have this model.")
+        )
+        return owner + _BY_PRIVATE_STEPS
+    return _PERSONAL_MODELS if client is None else _PERSONAL.format(client)
+
+
 def _model(origin: Origin, params: Params, about: dict[str, Any]) -> TrainedModel:
     """Return a model whose weights lie on the default device, wherever the run had them."""
     here = jax.tree.map(jnp.asarray, jax.device_get(params))
@@ -166,7 +181,7 @@ def _about(origin: Origin, snapshot: Snapshot, client: int | None) -> dict[str, 
         "keep": "best" if snapshot.chosen else "last",
         "clients": origin.clients.num_clients,
         "client": client,
-        "privacy": _PERSONAL.format(client),
+        "privacy": personal_privacy(origin.algorithm, client),
         "statement": None,
         "versions": versions(),
     }

@@ -23,7 +23,7 @@ NO_GLOBAL_MODEL = {
     "dp_lg": "the extractors stay with the clients",
     "ifca": "there are several models",
 }
-FAST = ("dp_fedavg", "ifca", "centaur", "prior_corrected_released", "mixed", "apfl")
+FAST = ("dp_fedavg", "ifca", "mr_mtl", "centaur", "prior_corrected_released", "mixed", "apfl")
 
 
 def by_hand(params, inputs):
@@ -75,7 +75,11 @@ def test_every_method_has_an_honest_global_model_or_says_that_it_has_none(name):
         losses = MODEL.task.loss(model(own_inputs), labels)
         assert np.mean(losses) == pytest.approx(result.scores["loss"][client], rel=1e-3)
         assert model.about["statement"] is None
-        assert f"client {client} without noise. No epsilon" in model.about["privacy"]
+        if result.origin.algorithm.dp_sgd is None:
+            assert f"client {client} without noise. No epsilon" in model.about["privacy"]
+        else:
+            expected = f"Only client {client} may have this model. The private steps of clients have"
+            assert expected in model.about["privacy"]
 
 
 def test_all_clients_share_one_program(monkeypatch):

@@ -310,6 +310,9 @@ class Algorithm(NamedTuple):
         audit: Canaries that take part. `simulate(audit=...)` sets it.
         sparse: Number of nonzero coordinates of an update, for the count of sent bytes. None if all
             of its coordinates may be nonzero.
+        reads_sampling: The sampler of which the functions read numbers, such as the expected size
+            of a cohort. The mechanism must then draw cohorts by the same sampler. None if they read
+            none.
     """
 
     name: str
@@ -335,6 +338,8 @@ class Algorithm(NamedTuple):
     """A `jaxfl.privacy.Canaries` that take part with the clients. None without an audit."""
     sparse: Sparse | None = None
     """Number of nonzero coordinates of an update. None if all of them may be nonzero."""
+    reads_sampling: Any = None
+    """The `jaxfl.privacy.Sampling` of which the functions read numbers. None if they read none."""
 
 
 class Ledger(NamedTuple):

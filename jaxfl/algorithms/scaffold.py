@@ -64,7 +64,8 @@ def scaffold(
         clip: C, L2 bound on the joint norm of :math:`(y - x, c_i^+ - c_i)`. Infinity clips nothing.
         noise_multiplier: z, std of the noise on the sum, in units of C (see
             `jaxfl.privacy.calibrate`).
-        sampling: Rule that draws the participants of each round. The default draws all clients.
+        sampling: Rule that draws the participants of each round. The default draws all clients. If
+            clients drop out, give `jaxfl.privacy.Dropouts` here, and not `availability` to a run.
         server_optimizer: Optimizer that takes the negative aggregate of :math:`y - x` as its
             gradient. The default adds the aggregate to x.
         delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 N)) for N
@@ -136,5 +137,9 @@ def scaffold(
         return ScaffoldServer(params, optimizer, control, server.share)
 
     return base._replace(
-        name="scaffold", init=init, client_update=client_update, server_update=server_update
+        name="scaffold",
+        init=init,
+        client_update=client_update,
+        server_update=server_update,
+        reads_sampling=sampling,
     )

@@ -26,6 +26,7 @@ from jaxfl.local.train import restarted
 from jaxfl.models.tables import check_table_rows
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
+from jaxfl.run.fingerprint import of_value
 from jaxfl.tasks import Task
 from jaxfl.types import (
     Algorithm,
@@ -295,6 +296,14 @@ def _check_fields(algorithm: Algorithm) -> None:
         check_instance(f"algorithm.{name}", getattr(algorithm, name), (kind,))
     for name in ("init", "client_update", "server_update", "personalize"):
         check_callable(f"algorithm.{name}", getattr(algorithm, name))
+    read = algorithm.reads_sampling
+    drawn = algorithm.mechanism.sampling
+    if read is not None and of_value("", read) != of_value("", drawn):
+        raise ValueError(
+            f"algorithm.mechanism must draw cohorts by the sampling of which {algorithm.name!r} "
+            f"reads numbers, {read!r}, got {drawn!r}. Build the method with the other sampling, "
+            "for instance Dropouts(Full(), 0.8) in place of availability=0.8."
+        )
 
 
 def _started(algorithm: Algorithm, clients: Clients, key: Any) -> tuple[Tree, Tree]:

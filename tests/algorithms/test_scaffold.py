@@ -11,7 +11,7 @@ from jaxfl import simulate
 from jaxfl.algorithms import dp_fedavg, scaffold
 from jaxfl.algorithms.scaffold import ScaffoldServer
 from jaxfl.local.train import LocalSGD
-from jaxfl.privacy import FixedSize, Full, Poisson
+from jaxfl.privacy import Dropouts, FixedSize, Full, Mechanism, Poisson
 
 KEY = jax.random.key(31)
 PRIVATE: dict[str, Any] = {"clip": CLIP, "noise_multiplier": 1.0, "sampling": Poisson(0.6)}
@@ -20,8 +20,9 @@ WHOLE: dict[str, Any] = {"learning_rate": RATE, "batch_size": 16, "steps": STEPS
 """Batches that hold all of a client's examples."""
 
 
-def run(algorithm, clients=None, rounds=3):
-    return simulate(KEY, algorithm, clients or small_clients(), rounds=rounds, progress=False)
+def run(algorithm, clients=None, rounds=3, **options):
+    found = clients or small_clients()
+    return simulate(KEY, algorithm, found, rounds=rounds, progress=False, **options)
 
 
 def assert_close(a, b, **tolerance):
@@ -74,6 +75,20 @@ def test_equals_algorithm_1_in_numpy(sampling):
     assert_close(found.server.control, c)
     assert_close(found.states, jax.tree.map(lambda *leaves: np.stack(leaves), *own))
     assert_close(found.server.control, jax.tree.map(lambda leaf: leaf.mean(0), found.states))
+
+
+def test_the_control_variate_is_the_clients_mean_where_clients_drop_out():
+    clients = small_clients(SIZES[3 : 3 + CLIENTS])
+    dropped = Dropouts(FixedSize(2), 0.5)
+    found = run(scaffold(MODEL, sampling=dropped, **WHOLE), clients, rounds=6)
+    assert 0 < np.asarray(found.ledger.participants).sum() < 12
+    assert_close(found.server.control, jax.tree.map(lambda leaf: leaf.mean(0), found.states))
+    method = scaffold(MODEL, sampling=FixedSize(2), **WHOLE)
+    with pytest.raises(ValueError, match=r"must draw cohorts by the sampling .* got Dropouts\("):
+        run(method, clients, rounds=1, availability=0.5)
+    full = Mechanism(sampling=Full())
+    with pytest.raises(ValueError, match=r"FixedSize\(size=2\), got Full\(\)\. Build the method"):
+        run(method._replace(mechanism=full), clients, rounds=1)
 
 
 def mean(trees):

@@ -78,7 +78,9 @@ def test_every_method_has_an_honest_global_model_or_says_that_it_has_none(name):
         if result.origin.algorithm.dp_sgd is None:
             assert f"client {client} without noise. No epsilon" in model.about["privacy"]
         else:
-            expected = f"Only client {client} may have this model. The private steps of clients have"
+            expected = (
+                f"Only client {client} may have this model. The private steps of clients have"
+            )
             assert expected in model.about["privacy"]
 
 

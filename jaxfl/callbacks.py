@@ -41,7 +41,9 @@ _Log: TypeAlias = Callable[[list[EvaluationRow]], None]
 def check_callbacks(name: str, value: Any) -> tuple[Callback, ...]:
     """Require a sequence of functions that take the rows and run when they are called."""
     if callable(value) or not is_listed(value):
-        raise TypeError(f"{name} must be a sequence of functions, got {show(value)}. Give a list.")
+        raise TypeError(
+            f"{name} must be a sequence of functions, got {show(value)}. Give a list [f]."
+        )
     return tuple(_check_callback(f"{name}[{i}]", callback) for i, callback in enumerate(value))
 
 

@@ -306,7 +306,7 @@ def same(
 
 
 KINDS: dict[str, Callable[..., Kind]] = {
-    "check_positive": of_positive, "check_budget": of_positive, "check_count": of_count, "check_fraction": of_fraction,
+    "check_positive": of_positive, "check_budget": of_positive, "check_count": of_count, "check_fraction": of_fraction, "_check_rate": of_fraction,
     "check_noise": of_noise, "_check_noise": of_noise, "check_choice": of_choice, "check_instance": of_instance,
     "check_numbers": of_numbers, "check_counts": of_counts, "check_not_empty": of_not_empty, "_steps": of_steps,
     "_check_validation": same(0.5, either(callable, inside(0, 1)), SINGLES, [1.0]),

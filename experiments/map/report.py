@@ -305,7 +305,6 @@ def answer(results: Mapping[str, Result], counter: Result | None = None) -> str:
         epsilon: _span([_gain(place, RECIPE, alone(place), epsilon) for place in places])
         for epsilon in (small, large)
     }
-    others = {epsilon: _others(places, epsilon) for epsilon in (small, large)}
     sentences = [
         "1. **Own labels first.** Where clients differ in their labels, weighting DP-FedAvg's "
         "predictions by each client's own shares of classes (`prior_corrected`) "
@@ -313,10 +312,7 @@ def answer(results: Mapping[str, Result], counter: Result | None = None) -> str:
         "2. **One recipe.** DP-FedAvg that each client adapts and mixes with a model of its own "
         f"(`dp_fedavg_mixed`) differs from training alone by {floor[small]} points "
         f"{at(number(small), floor[large], number(large))}.",
-        "3. **Others.** At each place the highest other private method, picked on test examples "
-        "in its favour after correction, fine-tuning and mixing, differs from that recipe by "
-        f"{others[small]} "
-        f"{at(number(small), others[large], number(large))}.",
+        f"3. **Others.** {_others(places, (small, large))}",
     ]
     if counter:
         sentences[-1] += _against_rivals(results, counter)
@@ -334,11 +330,11 @@ def answer(results: Mapping[str, Result], counter: Result | None = None) -> str:
 
 
 def _against_rivals(results: Mapping[str, Result], counter: Result) -> str:
-    """Return what the counter-run found, of which validation examples chose the best settings."""
+    """Return what the counter-run found with the settings that validation examples chose."""
     places = counter["places"]
     tried = [name for own in places.values() for name in own["tried"]]
     settings = sum(not name.endswith(", mixed") for name in tried)
-    gains: dict[float, dict[str, float]] = {}
+    gains: dict[str, float] = {}
     for name, own in places.items():
         where = own["title"].rpartition(", ")[2]
         tested = counter_gains(own, results[name])
@@ -346,17 +342,15 @@ def _against_rivals(results: Mapping[str, Result], counter: Result) -> str:
             methods = [method for method, at in tested if at == epsilon]
             scores = [_best_validation(own["tried"][method], epsilon) for method in methods]
             best = methods[int(np.argmax(scores))]
-            gain = 100 * tested[best, epsilon]["difference"]
-            gains.setdefault(epsilon, {})[f"{best}, {where}"] = gain
-    found = []
-    for epsilon, by_place in gains.items():
-        highest = max(by_place, key=lambda name: by_place[name])
-        named = f" ({highest})" if by_place[highest] > 2 else ""
-        found.append(f"by {_span([*by_place.values()])} points{named} at ε {number(epsilon)}")
+            named = f"{best}, {where}, ε {number(epsilon)}"
+            gains[named] = 100 * tested[best, epsilon]["difference"]
+    highest = max(gains, key=lambda named: gains[named])
+    beyond = f"no setting that is above it. The highest is {gains[highest]:.1f} points from it"
+    if gains[highest] > 0:
+        beyond = f"one that is {gains[highest]:.1f} points above it"
     return (
-        f" A [counter-run](experiments/map/README.md#a-counter-run) tried {settings} further "
-        f"settings at {len(places)} places, of which those that are best on validation examples "
-        f"differ from it {' and '.join(found)}."
+        f" A [counter-run](experiments/map/README.md#a-counter-run) of {settings} further settings "
+        f"at {len(places)} places found {beyond} ({highest})."
     )
 
 
@@ -413,14 +407,19 @@ def _row(result: Result, method: str, epsilon: float) -> dict[str, Any]:
     return differences(comparison(result), alone(result), epsilon)[method]
 
 
-def _others(places: Sequence[Result], epsilon: float) -> str:
-    """Return how far the highest other method is from the recipe, and the furthest one above."""
-    gains = [_gain(place, _rival(place, epsilon), RECIPE, epsilon) for place in places]
-    most = int(np.argmax(gains))
-    if gains[most] <= 0:
-        return f"{_span(gains)} points"
-    where = places[most]["place"]["title"].rpartition(", ")[2]
-    return f"{_span(gains)} points ({_rival(places[most], epsilon)}, {where})"
+def _others(places: Sequence[Result], epsilons: Sequence[float]) -> str:
+    """Return how far other methods are above the recipe at most, with the place and the method."""
+    gains: dict[str, float] = {}
+    for place in places:
+        where = place["place"]["title"].rpartition(", ")[2]
+        for epsilon in epsilons:
+            rival = _rival(place, epsilon)
+            gains[f"{rival}, {where}, ε {number(epsilon)}"] = _gain(place, rival, RECIPE, epsilon)
+    highest = max(gains, key=lambda named: gains[named])
+    found = "No other private method, picked on test examples in its favour, is "
+    if gains[highest] <= 0:
+        return f"{found}above that recipe at any place."
+    return f"{found}more than {gains[highest]:.1f} points above that recipe ({highest})."
 
 
 def _rival(result: Result, epsilon: float) -> str:

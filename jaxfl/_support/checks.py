@@ -169,7 +169,9 @@ def check_callable(name: str, value: Any) -> Callable:
     """Require a function or another callable."""
     if callable(value):
         return value
-    raise TypeError(f"{name} must be a function, got {show(value)}. Give a callable.")
+    raise TypeError(
+        f"{name} must be a function, got {show(value)}. Give one, such as a functools.partial."
+    )
 
 
 def check_layers(name: str, value: Any) -> tuple[str, ...]:
@@ -203,6 +205,8 @@ def check_array(name: str, value: Any) -> np.ndarray:
 
 def _array_remedy(value: Any, array: np.ndarray) -> str:
     """Return how to make an array of numbers of something that people have instead."""
+    if hasattr(value, "train_labels"):
+        return "Give one of its arrays, for instance dataset.train_labels."
     if hasattr(value, "columns"):
         return "jaxfl.data.from_frame encodes names, booleans and gaps of a data frame."
     if isinstance(value, Mapping) and value:
@@ -278,6 +282,11 @@ def check_noise(name: str, value: Any, *, axes: Collection[int] = (0, 1)) -> Any
     """Require a number of at least 0, or an array of such numbers."""
     if traced(value) or _real(value) is not None:
         return check_positive(name, value, zero=True)
+    if isinstance(value, str):
+        raise TypeError(
+            f"{name} must be a number or an array of numbers, got {show(value)}. Give for instance "
+            "1.0, or what jaxfl.privacy.calibrate returns."
+        )
     check_numbers(name, value, axes=axes, zero=True)
     return np.asarray(value) if isinstance(value, jax.Array) else value
 
@@ -306,8 +315,8 @@ def check_counts(
         if length is not None:
             count = f"{length} "
         raise ValueError(
-            f"{name} must be {count}whole numbers of at least {least}, got {show(value)}. "
-            "Give a list of such numbers."
+            f"{name} must be a list of {count}whole numbers of at least {least}, got "
+            f"{show(value)}. Give for instance {show([max(least, 2)] * (length or 1))}."
         )
     return tuple(array.tolist())
 

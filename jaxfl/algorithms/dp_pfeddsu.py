@@ -94,7 +94,7 @@ def dp_pfeddsu(
         sampling: The sampler, which draws the participants of each round.
         noise_multiplier: z, the standard deviation of the noise on the sum, divided by C (see
             `jaxfl.privacy.calibrate`).
-        clip: C, the L2 bound on a client's full update, which is also in the penalty.
+        clip: C, the L2 bound on the update that a client sends. The penalty uses it too.
         density: S, the share of a sparse kernel that the mask keeps: max(1, ceil(S n)) of n
             weights, where ties go to the lower index.
         sparse_layers: Number of the extractor's layers with a kernel that are sparse, counted from
@@ -191,9 +191,10 @@ def dp_pfeddsu_paper(
         model: The network, of which `model.head` stays with the clients.
         sampling: The sampler, which draws the participants of each round.
         noise_multiplier: :math:`\sigma`. Each client adds noise of std
-            :math:`\sigma C / \sqrt{qN}` on its own mask.
+            :math:`\sigma C / \sqrt{qN}` on its own mask, where qN is the expected number of
+            participants.
         clients: N, the number of clients.
-        clip: C, the L2 bound on a client's full update, which is also in the penalty.
+        clip: C, the L2 bound on the update that a client sends. The penalty uses it too.
         density: S, the share of a sparse kernel that the mask keeps, as in `dp_pfeddsu`.
         sparse_layers: Number of the extractor's layers with a kernel that are sparse, counted from
             the last. None means 4, or all if there are fewer.
@@ -206,7 +207,8 @@ def dp_pfeddsu_paper(
             clients.
         claim: The epsilon that the paper states for `noise_multiplier`. None means no claim.
 
-    Guarantee: None, because the noise's support is private (see `PrivateMask`).
+    Guarantee: None, because the places of the noise reveal the client's mask, which follows from
+        its data (see `PrivateMask`).
     Deviations from the paper: Those of `dp_pfeddsu`.
     References: Wang, Zhang, Gao, Luo, "Differential Privacy Personalized Federated Learning Based
         on Dynamically Sparsified Client Updates".

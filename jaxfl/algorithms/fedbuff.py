@@ -17,11 +17,11 @@ _STALENESS = 2**31 + 3
 
 
 class Versions(NamedTuple):
-    """The server's state, with the earlier states that clients may train from."""
+    """The server's state, and the last S + 1 states, from which clients may train."""
 
     current: Tree
     known: Tree
-    """States that clients may train from, the newest first [S + 1, ...]."""
+    """States from which clients may train [S + 1, ...]. The first is `current`, the newest."""
 
 
 def _check_staleness(name: str, value: Any) -> int | Int[np.ndarray, "C"]:

@@ -328,20 +328,25 @@ def personal_examples(
 ) -> DPSGD:
     """Return local steps that keep the examples of each client within the client's own budget.
 
-    The budget holds however often the client takes part.
+    Each client has its own noise multiplier [C]. The budget holds however often the client takes
+    part.
 
     Args:
-        epsilon: Budget of each client [C], for one example after all rounds.
+        epsilon: Finite budget of each client [C], for one example after all rounds, under zero-out
+            adjacency.
         clip: L2 bound on the gradient of one example.
         rate: Probability that an example is in a batch.
         steps: Number of local steps per round.
         rounds: T, the number of rounds.
         optimizer: Optimizer of the local steps.
         examples: Number of training examples of all clients together, for the default delta. None
-            stands for up to 10,000 examples.
+            gives a delta of 1e-5, which suits up to 10,000 examples.
         delta: Failure probability. None stands for min(1e-5, 1 / (10 n)) for n examples.
         accountant: Accountant of the calibration. "rdp" asks for more noise than "pld", and takes
             less time.
+
+    Raises:
+        ValueError: `epsilon` is not a vector of finite numbers above 0.
 
     >>> private = personal_examples(np.array([1.0, 8.0]), clip=1.0, rate=0.1, steps=10, rounds=2)
     >>> private.noise_multiplier.round(2).tolist()

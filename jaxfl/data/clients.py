@@ -370,7 +370,7 @@ def _joined_lists(
 
 
 def _check_owners(rows: np.ndarray, size: np.ndarray) -> None:
-    """Require training examples, each of which has one owner."""
+    """Require at least one training row, and no row in the lists of two clients."""
     if not rows.size:
         raise ValueError(
             "train_lists must have at least one row, got empty lists only. "

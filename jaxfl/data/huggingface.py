@@ -1,4 +1,4 @@
-"""Datasets of the package `datasets` that are already on disk."""
+"""Datasets of Hugging Face's package `datasets`, without any download."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -362,8 +362,8 @@ def from_arrays(
         if train_kind != test_kind:
             raise ValueError(
                 f"test_labels must have rows of the dtype and shape of train_labels, {train_kind}, "
-                f"got {test_kind}. Convert one of them. Classes are whole numbers, for instance "
-                "train_labels.astype(np.int32)."
+                f"got {test_kind}. Convert one of them. Classes are whole numbers: give "
+                "labels.astype(np.int32), or labels.argmax(1) of one-hot rows."
             )
         return Dataset(
             train_inputs, train_labels, test_inputs, test_labels, 0, name, owner, test_owner

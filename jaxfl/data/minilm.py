@@ -101,7 +101,7 @@ class _MiniLM(nn.Module):
 
 
 def minilm() -> Encoder:
-    """Return all-MiniLM-L6-v2, an encoder of sentences: 22.7 million weights, 384 features.
+    """Return all-MiniLM-L6-v2, an encoder of sentences: 22.6 million weights, 384 features.
 
     It was trained on a billion pairs of sentences, and takes the tokens of `minilm_tokens`. The
     features of a text are the mean over its tokens of the last layer's outputs, scaled to norm 1,

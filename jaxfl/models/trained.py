@@ -145,7 +145,9 @@ class TrainedModel:
 def _check_input_shape(wanted: tuple[int, ...] | None, shape: tuple[int, ...]) -> None:
     """Require a batch of examples of a shape. None stands for any shape."""
     if wanted is not None and shape[1:] != wanted:
+        sizes = ", ".join(map(str, wanted))
+        remedy = "inputs[None]" if shape == wanted else f"inputs.reshape(-1, {sizes})"
         raise ValueError(
-            f"inputs must be examples [B, {', '.join(map(str, wanted))}], got shape {shape}. "
-            "Give a batch, for instance inputs[None] for one example."
+            f"inputs must be examples [B, {sizes}], got shape {shape}. Give a batch, for instance "
+            f"{remedy}."
         )

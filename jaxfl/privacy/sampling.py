@@ -186,7 +186,17 @@ class Sampling:
         return []
 
 
-@checked(rate=check_fraction)
+def _check_rate(name: str, value: Any) -> Any:
+    """Require a probability above 0."""
+    if not traced(value) and isinstance(value, int) and value > 1:
+        raise ValueError(
+            f"{name} must be a probability in (0, 1], got {value}. Give for instance 0.5, or "
+            f"FixedSize({value}) for {value} clients in each round."
+        )
+    return check_fraction(name, value)
+
+
+@checked(rate=_check_rate)
 @dataclasses.dataclass(frozen=True)
 class Poisson(Sampling):
     """Sampling of each client independently with probability `rate`.

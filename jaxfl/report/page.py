@@ -350,7 +350,7 @@ def _check_lengths(own_columns: Columns, clients: int) -> None:
 
 
 def _canary_scores(path: pathlib.Path) -> dict[str, Callable[[], Any]]:
-    """Return a function that draws the scores of an audit's canaries, if the file has them."""
+    """Return a function that plots the canaries' scores, by name, or {} if the file has none."""
     arrays = _load_arrays(path)
     if {"taken", "sum"} - arrays.keys():
         return {}

@@ -161,7 +161,10 @@ def of_value(name: str, value: Any) -> Facts:
 
 
 def of_versions(mesh: Mesh) -> Facts:
-    """Return versions, devices and settings of JAX, which also affect the results of a program."""
+    """Return what affects results besides programs and data.
+
+    These are versions of packages, the kind and number of devices, and settings of JAX.
+    """
     device = mesh.devices.flat[0]
     devices = {"format": FORMAT, "device": device.device_kind, "devices": mesh.size}
     names = ("jax_enable_x64", "jax_threefry_partitionable")
@@ -184,11 +187,13 @@ def differences(stored: Facts, current: Facts) -> list[str]:
 
 
 def how_to_resume(stored: Facts, current: Facts) -> str:
-    """Return a sentence on how to resume the stored run, if only versions and devices differ.
+    """Return a sentence on how to resume the stored run, or nothing if it cannot be resumed.
 
-    The sentence is empty if anything else differs.
+    It can if only its length differs, or only versions and devices.
     """
     names = set(_differing(stored, current))
+    if "rounds" in names and names <= {"rounds", "evaluations"}:
+        return f"To read it, give rounds={stored['rounds']}"
     if not names <= {*_VERSIONED_PACKAGES, "devices"}:
         return ""
     parts = []

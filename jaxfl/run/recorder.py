@@ -230,7 +230,8 @@ class Journal:
         examples = int(np.sum(np.asarray(clients.train_size), dtype=np.int64))
         self.facts: dict[str, Any] = {
             "dp_sgd": algorithm.dp_sgd,
-            "examples": examples,
+            # Clients may have no training example at all.
+            "examples": examples or None,
             "terms": algorithm.terms,
             **(facts or {}),
         }

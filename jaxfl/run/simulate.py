@@ -122,12 +122,13 @@ def simulate(
     With a folder, the run writes metrics.jsonl, per_client.npz, privacy.json, checkpoints and, with
     matplotlib, curves.png. A later call with the same arguments resumes where the run stopped, for
     whatever reason. It resumes bit-identically, unless `chunk="auto"` picks another size. A
-    finished run is read, even from a read-only folder. With more rounds it continues, and its
-    epsilon grows, because its noise stays the same. The folder is locked during the run.
+    finished run is read, even from a read-only folder. A later call with more rounds continues the
+    run, and its epsilon grows, because its noise stays the same. A call with fewer rounds raises an
+    error. The folder is locked during the run.
 
-    A run that differs in anything that affects results raises an error that names the difference.
-    This covers the computations of the method's functions, data, partition, mechanism, key and
-    versions (see `jaxfl.run.fingerprint`).
+    If the folder holds a run that differs in anything that affects results, an error names the
+    difference. Data, partition, mechanism, key, versions, and what the method's functions compute
+    are compared (see `jaxfl.run.fingerprint`).
 
     Args:
         key: Key of all randomness, or a seed, which stands for `jax.random.key(seed)`.
@@ -137,32 +138,48 @@ def simulate(
         folder: The run's own folder (see `jaxfl.run.folder.run_folder`). None writes nothing.
         states: Place of the client states. "host" keeps them in memory-mapped files, for more
             clients than fit on a device. The files lie in the folder, or, if there is none, in the
-            system's temporary folder. Every device has all examples, and the rows of a cohort are
-            sent ahead of its round. `states` of the result is then mapped and read-only.
-        callbacks: Functions of a copy of all rows of metrics, the newest last. They are called at
-            each evaluation, and before a resumed run continues. If one returns True, the run ends
-            there (see `jaxfl.callbacks`). Each of several processes calls them. If one raises, the
-            others are still called, the run is saved, and then the exception is raised.
+            system's temporary folder. With "host" every device has all examples, the rows of a
+            cohort are sent ahead of its round, and `states` of the result is mapped and read-only.
+        callbacks: Functions that get a copy of all rows of metrics, the newest last. They are
+            called at each evaluation, and before a resumed run continues. If one returns True, the
+            run ends there (see `jaxfl.callbacks`). Each of several processes calls them. If one
+            raises, the others are still called, the run is saved, and then the exception is raised.
         central: Dataset, or its four arrays, on whose test examples the server scores the global
             model at each evaluation. The scores are `central_loss`, `central_accuracy` and so on in
             the rows. The method needs a global model (see `Result.model`). Such a score follows
             from the global model, which the statement covers, and from the server's own examples,
             which must be no client's.
-        keep: "best" also keeps the states of the evaluation with the best mean headline score, as
-            `Result.best`, and `Result.model` makes its models from them. If no client has test
+        keep: "best" also keeps the states of the evaluation with the best mean over clients of the
+            headline metric (`Task.headline`), as `Result.best`, and `Result.model` makes its models
+            from them. If no client has test
             examples, the central score decides. No epsilon covers this choice by clients' test
             examples, and the best score is optimistic, because it was chosen. The other fields of
             the result are those of the last round, as with "last".
         options: Options of `RunOptions`, by keyword.
 
+    Returns:
+        Metrics, scores, states, ledger and privacy statement of the run (see `Result`).
+
     Raises:
+        TypeError: An argument has another type.
         ValueError: An argument does not fit. Or the folder holds another run, is in use, or holds
             no intact checkpoint. If only the newest checkpoint is damaged, the run resumes from the
             previous one.
         FloatingPointError: The server's state turned non-finite, or no update counts any more. The
-            message has the round and a remedy.
+            message names the round and a remedy.
         KeyboardInterrupt: The run got Ctrl-C or SIGTERM. It ends after the running segment of
-            rounds is saved, or at once on the next signal. The message has the round.
+            rounds is saved, or at once on the next signal. The message names the round.
+
+    >>> from jaxfl.algorithms import fedavg
+    >>> from jaxfl.data import iid, load, make_clients, matching
+    >>> from jaxfl.models import mlp
+    >>> digits = load("digits")
+    >>> rows = iid(digits.train_labels, 20, seed=0)
+    >>> tests = matching(rows, digits.train_labels, digits.test_labels, seed=0)
+    >>> clients = make_clients(digits, rows, tests)
+    >>> result = simulate(0, fedavg(mlp((8, 8, 1), 10)), clients, rounds=2, progress=False)
+    >>> [row["round"] for row in result.metrics]
+    [1, 2]
     """
     # `checked` has replaced a seed by its key.
     assert isinstance(key, Array)

@@ -321,7 +321,10 @@ def test_matching_balances_totals():
         ),
         (lambda: label_share(LABELS, 5, 0.0, seed=0), "share must be .* got 0"),
         (lambda: label_share(LABELS, 5, 1.5, seed=0), "share must be .* got 1.5"),
-        (lambda: label_share(LABELS, 61, 1.0, seed=0), "class 0 for each of its 61 shards, got 60"),
+        (
+            lambda: label_share(LABELS, 61, 1.0, seed=0),
+            "class 0 for each of the 61 clients that get this class, got 60",
+        ),
         (lambda: matching([np.array([600])], LABELS, TEST_LABELS, seed=0), "600"),
     ],
 )

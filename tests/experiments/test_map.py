@@ -261,8 +261,8 @@ def test_the_front_page_has_three_sentences_of_the_results():
     lines = report.answer({"a": result_of(), "b": result_of(other)}).splitlines()
     assert "changes accuracy by +22.0 to +30.0 points at ε 1" in lines[2]
     assert "differs from training alone by +13.0 points at ε 1" in lines[3]
-    highest = "-3.0 to +2.0 points (linear DP-FedAvg, corrected, 5 classes each)"
-    assert f"differs from that recipe by {highest} at ε 1" in lines[4]
+    highest = "2.0 points above that recipe (linear DP-FedAvg, corrected, 5 classes each, ε 1)"
+    assert f"is more than {highest}." in lines[4]
 
 
 def test_the_front_page_has_what_the_counter_run_found():
@@ -291,8 +291,8 @@ def test_the_front_page_has_what_the_counter_run_found():
     found = {method: row["difference"] for (method, _), row in gains.items()}
     assert found == pytest.approx({"X": 0.04, "Y": 0.22, "alone": -0.1})
     text = report.answer({"a": result_of()}, counter)
-    assert "tried 3 further settings at 1 places" in text
-    assert "differ from it by +4.0 points (X, permuted) at ε 1." in text
+    assert "of 3 further settings at 1 places" in text
+    assert "found one that is 4.0 points above it (X, permuted, ε 1)." in text
     assert "| alone | 60.0 |  |" in report.counter_run(counter)
 
 

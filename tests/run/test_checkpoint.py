@@ -360,6 +360,12 @@ def test_a_run_replaces_reports_of_a_run_that_has_no_checkpoint_yet(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text()
 
 
+def test_a_shorter_run_is_told_how_to_read_the_longer_one(tmp_path):
+    quiet(tmp_path, rounds=2)
+    with pytest.raises(ValueError, match=r"rounds 2, not 1.* To read it, give rounds=2\. For a new"):
+        quiet(tmp_path, rounds=1)
+
+
 def test_another_run_is_not_taken_for_a_damaged_one(saved):
     with pytest.raises(
         ValueError, match=r"holds another run\. What differs: method mine, not yours\."

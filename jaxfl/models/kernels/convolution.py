@@ -389,10 +389,10 @@ _NOBODY = 4
 
 
 def _pool(rows: list[Array], plan: _Plan, pairs: bool) -> tuple[Array, Array]:
-    """Return the maximum of each 2x2 window, and the position of its first maximum in one byte.
+    """Return the maximum of each 2x2 window, and the position of its first maximum, as int8.
 
-    Positions are 0 to 3 in reading order. Tiles with an even number of rows take one loop from rows
-    to pooled maps, so that nothing in between is written.
+    Positions are 0 to 3 in reading order. If tiles have an even number of rows, one loop computes
+    pooled maps from rows, and writes nothing in between.
     """
     high = plan.high // 2
     if plan.rows % 2:

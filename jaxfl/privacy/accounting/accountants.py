@@ -362,9 +362,9 @@ def _pld_epsilon(
 
 @functools.lru_cache(maxsize=64)
 def _privacy_losses(multiplier: float, rate: float, replaced: bool, interval: float) -> Any:
-    """Return the privacy loss distribution of one sampled Gaussian.
+    """Return the privacy loss distribution of one sampled Gaussian, on a grid of losses.
 
-    One distribution serves every number of rounds.
+    It is cached, because many numbers of rounds share a grid.
     """
     library = dp_accounting.pld.privacy_loss_distribution
     if replaced:

@@ -387,12 +387,16 @@ def most_rounds(
     Cohorts are drawn by Poisson sampling.
 
     Args:
-        epsilon: Budget for one client against an observer of sums.
+        epsilon: Budget for one client against an observer of sums, under zero-out adjacency.
         noise_multiplier: z, std of the noise on the sum, divided by the clip bound.
         clients: N, the number of clients.
         cohort: Expected number of participants of a round.
         delta: Failure probability. None stands for min(1e-5, 1 / (10 N)).
-        most: Largest number of rounds that the search tries.
+        most: Largest number of rounds that the search tries. It is returned if it is within the
+            budget.
+
+    Raises:
+        ValueError: `cohort` is above `clients`.
 
     >>> most_rounds(2.0, noise_multiplier=1.0, clients=10_000, cohort=100)
     1202

@@ -185,7 +185,10 @@ class Skellam(Mechanism):
     def add_client_noise(
         self, key: Key[Array, "*S"], memory: Shares, client: Participant, update: Tree
     ) -> Tree:
-        """Return the update with the client's share in the last round, as an attacker sees it."""
+        """Return the update with a client's share of noise, as an attacker on uploads sees it.
+
+        The share has the size of the last round's.
+        """
         level = jnp.asarray(self.noise_multiplier_table, jnp.float32)[-1]
         step = level * self.contribution_bound(memory) / self.steps
         share = _share(key, memory, client, update)

@@ -150,7 +150,8 @@ def test_another_run_is_refused_and_what_differs_is_named(name, folder):
         for path in folder.rglob("*")
         if path.is_file() and path.name != ".lock"
     }
-    remedy = "To resume it" if name == "devices" else "resume='never'"
+    ways = {"devices": "To resume it", "rounds": "To read it, give rounds=2"}
+    remedy = ways.get(name, "resume='never'")
     with pytest.raises(ValueError, match=f"holds another run.*{named}.*{remedy}"):
         run(folder, **{option: make() for option, make in options.items()})
     assert before == {path: path.stat().st_mtime_ns for path in before}

@@ -163,7 +163,9 @@ import test_turns
 from tools.turns import Part, run_parts
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A process that a shell starts in the background ignores SIGINT.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     parts = {{"a": Part(test_turns.returns, ({{"seconds": 1.0}},)), "b": Part(test_turns.sleeps)}}
     folder = pathlib.Path({str(tmp_path)!r})
 

@@ -17,7 +17,6 @@ import dataclasses
 import datetime
 import fcntl
 import importlib.util
-import math
 import os
 import pathlib
 import signal
@@ -50,7 +49,7 @@ from benchmarks.workloads import (
     rounds_of,
 )
 from jaxfl import LocalSGD, simulate
-from jaxfl._support.files import cache_folder, write_json
+from jaxfl._support.files import cache_folder, finite_or_none, write_json
 from jaxfl.algorithms import centaur, dp_fedavg, dp_pfeddsu, fedavg, feddpa
 from jaxfl.backend import Form
 from jaxfl.engine.chunk import fitting
@@ -109,7 +108,7 @@ def main(config: Config) -> int:
         in_order = {other: results[other] for other in chosen if other in results}
         # A full disk must not end the measurements, which are printed too.
         try:
-            write_json(path, _finite(report(in_order, tiny=config.tiny)), allow_nan=False)
+            write_json(path, finite_or_none(report(in_order, tiny=config.tiny)), allow_nan=False)
         except OSError as error:
             print(f"{path} cannot be written: {error}", flush=True)
         if name == "device" and found.get("platform") == "cpu" and not config.tiny:
@@ -167,15 +166,6 @@ def _line(name: str, found: Found) -> str:
         for key, value in found.items()
     )
     return f"{name}: {', '.join(values)}"
-
-
-def _finite(value: Any) -> Any:
-    """Return JSON with null in place of numbers that are not finite, which JSON lacks."""
-    if isinstance(value, dict):
-        return {key: _finite(own) for key, own in value.items()}
-    if isinstance(value, list):
-        return [_finite(own) for own in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 COLUMNS = (

@@ -83,22 +83,23 @@ def run_parts(
                 for own in running:
                     own.count(now - last)
                 last = now
-                if now - begun > seconds:
-                    for own in running:
-                        own.stop({"missing": "the time was over"})
+                over = now - begun > seconds
+                for own in running:
+                    if over and own.found is None:
+                        own.found = {"missing": "the time was over"}
                 ended = [own for own in running if own.found is not None]
                 running = [own for own in running if own.found is None]
                 for own in ended:
                     keep(own.name, own.stop())
-                if now - begun > seconds:
-                    for name in waiting:
-                        keep(name, {"missing": "the time was over"})
+                for name in waiting if over else ():
+                    keep(name, {"missing": "the time was over"})
+                if over:
                     waiting = {}
                 if running:
                     wait([own.connection for own in running], timeout=0.2)
         finally:
             for own in running:
-                own.stop({"missing": "the benchmark was stopped"})
+                own.stop()
 
 
 class _Process:
@@ -156,17 +157,15 @@ class _Process:
         with contextlib.suppress(OSError):
             self.connection.send("go")
 
-    def stop(self, found: Found | None = None) -> Found:
-        """End the process and all that it started, and return what it found, or `found`."""
+    def stop(self) -> Found:
+        """End the process and all that it started, and return what it found."""
         assert self.process.pid
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.join(5.0)
         self.connection.close()
-        if self.found is None:
-            self.found = found or {}
-        return self.found | {"part_s": round(time.monotonic() - self.begun, 1)}
+        return (self.found or {}) | {"part_s": round(time.monotonic() - self.begun, 1)}
 
 
 def _give_turns(running: Sequence[_Process]) -> None:

@@ -300,7 +300,6 @@ def answer(results: Mapping[str, Result], counter: Result | None = None) -> str:
         elsewhere = _span([_gain(place, CORRECTED, plain, small) for place in by_others])
         changed += ". Where clients differ in other ways, it changes accuracy by "
         changed += f"{elsewhere} points"
-    at = "at ε {} and by {} at ε {}".format
     floor = {
         epsilon: _span([_gain(place, RECIPE, alone(place), epsilon) for place in places])
         for epsilon in (small, large)
@@ -310,8 +309,8 @@ def answer(results: Mapping[str, Result], counter: Result | None = None) -> str:
         "predictions by each client's own shares of classes (`prior_corrected`) "
         f"{changed}.",
         "2. **One recipe.** DP-FedAvg that each client adapts and mixes with a model of its own "
-        f"(`dp_fedavg_mixed`) differs from training alone by {floor[small]} points "
-        f"{at(number(small), floor[large], number(large))}.",
+        f"(`dp_fedavg_mixed`) differs from training alone by {floor[small]} points at ε "
+        f"{number(small)} and by {floor[large]} at ε {number(large)}.",
         f"3. **Others.** {_others(places, (small, large))}",
     ]
     if counter:

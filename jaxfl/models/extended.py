@@ -96,6 +96,6 @@ def outputs_of(model: Model) -> Any:
     except ExceptionGroup as group:
         raise ValueError(
             f"algorithm must have a model that takes a batch of its "
-            f"input_shape={model.input_shape!r}, got model={model.name!r}: {group.exceptions[0]}. "
-            "Correct its input_shape."
+            f"input_shape={model.input_shape!r}, got model={model.name!r}: "
+            f"{str(group.exceptions[0]).removesuffix('.')}. Correct its input_shape."
         ) from None

@@ -1,22 +1,20 @@
 """A classifier on the pretrained encoder all-MiniLM-L6-v2."""
 
-import functools
-
 import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxfl._support.checks import check_count, checked
+from jaxfl._support.checks import checked
 from jaxfl.data.minilm import (
     LAYERS,
     PADDING,
-    POSITIONS,
     VOCABULARY,
     WIDTH,
     Embeddings,
     Layer,
     minilm_weights,
+    text_length,
 )
 from jaxfl.models.layers import Classifier
 from jaxfl.models.wrap import from_flax
@@ -42,7 +40,7 @@ class _MiniLmClassifier(Classifier):
         return total / jnp.maximum(jnp.sum(real, axis=1, keepdims=True), 1)
 
 
-@checked(length=functools.partial(check_count, least=2, most=POSITIONS))
+@checked(length=text_length)
 def minilm_classifier(classes: int, length: int = 64) -> tuple[Model, Params]:
     """Return all-MiniLM-L6-v2 with a head of zeros, and its published weights, for `lora`.
 

@@ -385,7 +385,8 @@ def draw_answer(results: Mapping[str, Result], path: pathlib.Path) -> None:
         ]
         panels[0].set_yticks(range(len(places)), titles)
         panels[0].invert_yaxis()
-        plots.legend_beside(panels[-1])
+        # Narrow screens show the left part of a picture, so that is where its legend must be.
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=2)
     plots.save(figure, path)
 
 

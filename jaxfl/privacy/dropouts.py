@@ -154,14 +154,13 @@ class Dropouts(Sampling):
         """Return what the inner sampler needs."""
         return self.sampling.needs(stateful)
 
-    def assumed(self, stateful: bool) -> list[str]:
+    def assumed(self, stateful: bool) -> dict[str, str]:
         """Return that dropping out depends on nothing private, in addition to other assumptions."""
-        return [
-            *self.sampling.assumed(stateful),
-            "whether a drawn client's update arrives depends neither on data nor on the draw, and "
-            "an update that does not arrive is seen by nobody; epsilon counts every drawn client "
-            "as one that returns, and is an upper bound",
-        ]
+        return self.sampling.assumed(stateful) | {
+            "independent_dropouts": "whether a drawn client's update arrives depends neither on "
+            "data nor on the draw, and an update that does not arrive is seen by nobody; epsilon "
+            "counts every drawn client as one that returns, and is an upper bound"
+        }
 
 
 def with_dropouts(mechanism: Mechanism, availability: float | np.ndarray) -> Mechanism:

@@ -176,14 +176,14 @@ class Sampling:
         del stateful
         return ()
 
-    def assumed(self, stateful: bool) -> list[str]:
-        """Return the assumptions of the amplification theorem.
+    def assumed(self, stateful: bool) -> dict[str, str]:
+        """Return the assumptions of the amplification theorem, as sentences by their codes.
 
         Args:
             stateful: Whether clients keep a state.
         """
         del stateful
-        return []
+        return {}
 
 
 def _check_rate(name: str, value: Any) -> Any:
@@ -300,14 +300,14 @@ class FixedSize(Sampling):
         """
         return () if stateful else ("hidden draw",)
 
-    def assumed(self, stateful: bool) -> list[str]:
+    def assumed(self, stateful: bool) -> dict[str, str]:
         """Return the assumption that clients keep no state."""
         if stateful:
-            return []
-        return [
-            "clients keep no state from one round to the next, as amplification by sampling "
-            "without replacement requires"
-        ]
+            return {}
+        return {
+            "stateless_clients": "clients keep no state from one round to the next, as "
+            "amplification by sampling without replacement requires"
+        }
 
 
 @dataclasses.dataclass(frozen=True)

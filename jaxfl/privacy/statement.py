@@ -49,36 +49,43 @@ OBSERVERS: dict[Observer, tuple[str, str]] = {
 }
 """What each observer sees, and the adjacency of the guarantee against it."""
 
-NOT_COVERED = (
-    "reported accuracies and losses, and per-client results or personal parts that are published",
-    "everything else in a run's folder: cohort sizes, update norms, shares clipped and training "
-    'losses in metrics.jsonl, participations in per_client.npz (report="public" leaves these '
-    "out), and checkpoints, which hold personal states and the key",
-    "anyone who sees raw uploads, unless a guarantee is against an observer of every upload: that "
-    "against an observer of sums requires a trusted server or secure aggregation",
-    "several clients that pool what they know, and clients that deviate from the method",
-    "tuning: choosing settings by their results, over several runs on the same data",
-    "early stopping and choosing among rounds by results",
-    "other runs on the same data: epsilons add up only over runs with different, secret keys, "
-    "because two runs with the same key share their noise, which cancels in the difference of what "
-    "they send",
-    "timing: how long clients, rounds and runs take",
-)
-"""What no epsilon covers, whatever the method."""
+NOT_COVERED = {
+    "reported_scores": "reported accuracies and losses, and per-client results or personal parts "
+    "that are published",
+    "run_folder": "everything else in a run's folder: cohort sizes, update norms, shares clipped "
+    "and training losses in metrics.jsonl, participations in per_client.npz "
+    '(report="public" leaves these out), and checkpoints, which hold personal states and the key',
+    "raw_uploads": "anyone who sees raw uploads, unless a guarantee is against an observer of "
+    "every upload: that against an observer of sums requires a trusted server or secure "
+    "aggregation",
+    "other_clients": "several clients that pool what they know, and clients that deviate from the "
+    "method",
+    "tuning": "tuning: choosing settings by their results, over several runs on the same data",
+    "chosen_round": "early stopping and choosing among rounds by results",
+    "other_runs": "other runs on the same data: epsilons add up only over runs with different, "
+    "secret keys, because two runs with the same key share their noise, which cancels in the "
+    "difference of what they send",
+    "timing": "timing: how long clients, rounds and runs take",
+}
+"""What no epsilon covers, whatever the method: sentences by their codes."""
 
 PRECISION = {
-    "float": "finite precision: the noise is float32 Gaussian, whose rounding can distinguish "
-    "neighbouring datasets, and whose tails are cut at about 5 standard deviations",
-    "grid": "the rest of finite precision: updates and noise lie on one grid, so that rounding is "
-    "post-processing, but the noise is drawn by thresholds of 95 bits, from probabilities accurate "
-    "to a relative 2^-50",
+    "float": {
+        "float_noise": "finite precision: the noise is float32 Gaussian, whose rounding can "
+        "distinguish neighbouring datasets, and whose tails are cut at about 5 standard deviations"
+    },
+    "grid": {
+        "grid_noise": "the rest of finite precision: updates and noise lie on one grid, so that "
+        "rounding is post-processing, but the noise is drawn by thresholds of 95 bits, from "
+        "probabilities accurate to a relative 2^-50"
+    },
 }
 """What no epsilon covers, by `Mechanism.noise`."""
 
-_STEPS_PRECISION = (
-    "finite precision of private local steps: their noise, on which the epsilon of one example "
-    "rests, is float32 Gaussian and off the grid"
-)
+_STEPS_PRECISION = {
+    "float_noise_of_steps": "finite precision of private local steps: their noise, on which the "
+    "epsilon of one example rests, is float32 Gaussian and off the grid"
+}
 """What no epsilon covers if only the noise on sums is on a grid."""
 
 _SEED = (
@@ -129,6 +136,8 @@ def privacy_statement(
 
     JSON has infinity as `"inf"`. Each observer's `epsilon` is the smallest valid one, and `by`
     names its theorem and its accountant. `rdp` and `pld` hold each accountant's own epsilons.
+    `warnings`, `assumed` and `not_covered` have sentences by their codes, such as `known_seed`. A
+    code stays as it is, whereas a sentence may be written anew.
 
     Args:
         ledger: Rounds as they happened, or as planned.
@@ -178,7 +187,8 @@ def privacy_statement(
     warnings = _warnings(delta, clients, mechanism.communicates, seeded, paired)
     if dp_sgd is not None and of_example >= 1 / counted:
         better = default_delta(counted)
-        warnings.insert(0, _LARGE_DELTA.format(of_example, "examples", "example", better))
+        text = _LARGE_DELTA.format(of_example, "examples", "example", better)
+        warnings = {"large_delta_of_examples": text} | warnings
     return {
         "unit": UNIT,
         "delta": delta,
@@ -198,12 +208,12 @@ def privacy_statement(
         "examples": None if dp_sgd is None else _examples(ledger, dp_sgd, of_example, examples),
         "claim": claim,
         "warnings": warnings,
-        "assumed": _assumed(mechanism, randomness, stateful) if noisy else [],
-        "not_covered": [
-            *NOT_COVERED,
-            PRECISION[mechanism.noise],
-            *_precision_of_steps(mechanism, dp_sgd),
-        ],
+        "assumed": _assumed(mechanism, randomness, stateful) if noisy else {},
+        "not_covered": {
+            **NOT_COVERED,
+            **PRECISION[mechanism.noise],
+            **_precision_of_steps(mechanism, dp_sgd),
+        },
     }
 
 
@@ -214,11 +224,12 @@ def with_audit(statement: dict[str, Any], audit: dict[str, Any]) -> dict[str, An
     epsilon.
     """
     lower_bound = audit["at_least"]
-    warnings = list(statement["warnings"])
+    warnings = statement["warnings"]
     stated = statement["honest"]["aggregate"]["epsilon"]
     if stated != "inf" and lower_bound > stated:
-        warnings.insert(0, _REFUTED.format(lower_bound, stated))
-        logging.getLogger("jaxfl").error(warnings[0])
+        refuted = _REFUTED.format(lower_bound, stated)
+        warnings = {"refuted_by_audit": refuted} | warnings
+        logging.getLogger("jaxfl").error(refuted)
     elif stated != "inf" and audit.get("estimate_at_least", 0.0) > stated:
         audit = audit | {"hint": _HINT.format(stated)}
         logging.getLogger("jaxfl").warning("audit: %s", audit["hint"])
@@ -230,7 +241,7 @@ def with_audit(statement: dict[str, Any], audit: dict[str, Any]) -> dict[str, An
 
 def with_choice(statement: dict[str, Any]) -> dict[str, Any]:
     """Return the statement with a warning that a round was chosen by test scores."""
-    return statement | {"warnings": [*statement["warnings"], _CHOSEN]}
+    return statement | {"warnings": statement["warnings"] | {"round_chosen_by_scores": _CHOSEN}}
 
 
 def without_clients(statement: dict[str, Any]) -> dict[str, Any]:
@@ -390,12 +401,18 @@ def statement_lines(statement: dict[str, Any]) -> list[Line]:
     if claim := statement["claim"]:
         text = f"{claim['status']}: epsilon {_four_digits(claim['epsilon'])} ({claim['rule']})"
         lines.append(Line(1, text))
-    lines += [Line(1, f"warning: {warning}") for warning in statement["warnings"]]
+    lines += [Line(1, f"warning: {warning}") for warning in _sentences(statement, "warnings")]
     for name, heading in (("assumed", "assumed"), ("not_covered", "no epsilon covers")):
-        if statement.get(name):
+        if sentences := _sentences(statement, name):
             lines.append(Line(1, f"{heading}:"))
-            lines += [Line(2, item, item=True) for item in statement[name]]
+            lines += [Line(2, sentence, item=True) for sentence in sentences]
     return lines
+
+
+def _sentences(statement: Mapping[str, Any], name: str) -> list[str]:
+    """Return the sentences of a part. Statements of older versions have no codes for them."""
+    sentences = statement.get(name, [])
+    return list(sentences.values()) if isinstance(sentences, dict) else sentences
 
 
 def _example_lines(statement: dict[str, Any]) -> list[Line]:
@@ -563,32 +580,42 @@ def _spread(entry: dict[str, Any], accountant: str) -> list[str]:
 
 def _warnings(
     delta: float, clients: int, communicates: bool, seeded: bool, paired: bool
-) -> list[str]:
-    warnings = []
+) -> dict[str, str]:
+    warnings = {}
     if communicates and delta >= 1 / clients:
-        warnings.append(_LARGE_DELTA.format(delta, "clients", "client", default_delta(clients)))
+        warnings["large_delta"] = _LARGE_DELTA.format(
+            delta, "clients", "client", default_delta(clients)
+        )
     if seeded:
-        warnings.append(_SEED)
-    return [*warnings, _PAIRED] if paired else warnings
+        warnings["known_seed"] = _SEED
+    if paired:
+        warnings["shared_noise"] = _PAIRED
+    return warnings
 
 
-def _assumed(mechanism: Mechanism, randomness: Randomness, stateful: bool) -> list[str]:
+def _assumed(mechanism: Mechanism, randomness: Randomness, stateful: bool) -> dict[str, str]:
     """Return assumptions in addition to those of the theorems."""
-    assumed = []
+    assumed = {}
     if mechanism.clients_noisy:
-        assumed.append("clients are honest, add the noise that they should, and pool nothing")
+        assumed["honest_clients"] = (
+            "clients are honest, add the noise that they should, and pool nothing"
+        )
     if mechanism.weights is not None:
-        assumed.append("weights are public: if they are numbers of examples, these are published")
-    assumed += mechanism.sampling.assumed(stateful)
-    return [*assumed, _SECRET] if randomness == "secret" else assumed
+        assumed["public_weights"] = (
+            "weights are public: if they are numbers of examples, these are published"
+        )
+    assumed |= mechanism.sampling.assumed(stateful)
+    if randomness == "secret":
+        assumed["system_randomness"] = _SECRET
+    return assumed
 
 
-def _precision_of_steps(mechanism: Mechanism, dp_sgd: DPSGD | None) -> list[str]:
+def _precision_of_steps(mechanism: Mechanism, dp_sgd: DPSGD | None) -> dict[str, str]:
     """Return what finite precision leaves uncovered in private local steps.
 
     It is empty if sums have the same kind of noise.
     """
-    return [_STEPS_PRECISION] if dp_sgd is not None and mechanism.noise == "grid" else []
+    return _STEPS_PRECISION if dp_sgd is not None and mechanism.noise == "grid" else {}
 
 
 def _finite_or_inf(value: float) -> float | str:

@@ -96,7 +96,9 @@ def _collect(plans: Sequence[Plan]) -> dict[str, Any]:
         "clients keep a state": "yes" if first.stateful else "no",
     }
     needed = dict.fromkeys(need for each in plans for need in each.needs)
-    precision = dict.fromkeys(PRECISION[each.mechanism.noise] for each in plans)
+    not_covered = dict(NOT_COVERED)
+    for each in plans:
+        not_covered |= PRECISION[each.mechanism.noise]
     return {
         "title": f"Privacy plan for {first.clients:,} clients",
         "delta": first.delta,
@@ -113,7 +115,7 @@ def _collect(plans: Sequence[Plan]) -> dict[str, Any]:
         "facts": {name: value for name, value in facts.items() if value is not None},
         "rows": [_row(each) for each in plans],
         "needs": {need: NEEDS[need] for need in needed},
-        "not_covered": [*NOT_COVERED, *precision],
+        "not_covered": list(not_covered.values()),
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
     }
 

@@ -287,15 +287,17 @@ def test_correlated_noise_is_audited_by_its_sum():
 
 
 def test_a_refuted_statement_says_so(caplog):
-    statement = {"honest": {"aggregate": {"epsilon": 1.0}}, "warnings": ["w"]}
+    statement = {"honest": {"aggregate": {"epsilon": 1.0}}, "warnings": {"w": "text"}}
     audit = {"at_least": 1.2}
     claim = {"epsilon": 1.1, "status": "claimed, not verified"}
     refuted = with_audit(statement | {"claim": claim}, audit)
-    assert "epsilon to be at least 1.2 at 95% confidence, but 1 is stated" in refuted["warnings"][0]
+    assert list(refuted["warnings"]) == ["refuted_by_audit", "w"]
+    text = refuted["warnings"]["refuted_by_audit"]
+    assert "epsilon to be at least 1.2 at 95% confidence, but 1 is stated" in text
     assert refuted["claim"]["status"] == "claimed, and refuted at client level by the audit"
     assert "do not publish any of it" in caplog.text
     fine = with_audit(statement | {"claim": None}, {"at_least": 0.9, "estimate_at_least": 0.99})
-    assert fine["warnings"] == ["w"]
+    assert fine["warnings"] == {"w": "text"}
     assert "hint" not in fine["audit"]
     assert "hint" not in refuted["audit"]
 

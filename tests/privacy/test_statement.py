@@ -74,7 +74,7 @@ def test_each_number_has_its_own_theorem():
         planned_ledger(m := Mechanism(clip=1.0, noise_multiplier=3.0), 4, 2), m, 4, stateful=True
     )
     assert "clients keep no state" not in format_statement(kept)
-    assert any("clients keep no state" in item for item in statement["assumed"])
+    assert "stateless_clients" in statement["assumed"]
 
 
 def test_one_example_may_move_the_whole_update_both_ways():
@@ -155,11 +155,11 @@ def test_another_client_knows_its_own_noise():
     assert f"against another client, which knows its own noise: {against:.4g}" in format_statement(
         statement
     )
-    assert any("pool nothing" in item for item in statement["assumed"])
+    assert "pool nothing" in statement["assumed"]["honest_clients"]
     silent = state(Mechanism(clip=1.0, noise_multiplier=3.0))
     assert "against_client" not in silent["honest"]["aggregate"]
-    assert silent["assumed"] == []
-    assert state(Mechanism(clip=1.0, sampling=FixedSize(5)))["assumed"] == []
+    assert silent["assumed"] == {}
+    assert state(Mechanism(clip=1.0, sampling=FixedSize(5)))["assumed"] == {}
 
 
 def test_where_the_noise_comes_from():
@@ -169,15 +169,16 @@ def test_where_the_noise_comes_from():
         privacy_statement(record, m, 20, randomness=source) for source in ("seed", "secret")
     )
     known = "noise from a known seed: this is a simulation, and must not be published"
-    assert known in seed["warnings"][0]
-    assert secret["warnings"] == []
-    assert any("128 fresh bits" in item and "not a certified" in item for item in secret["assumed"])
+    assert known in seed["warnings"]["known_seed"]
+    assert secret["warnings"] == {}
+    assert "128 fresh bits" in secret["assumed"]["system_randomness"]
+    assert "not a certified" in secret["assumed"]["system_randomness"]
     assert (seed["randomness"], secret["randomness"]) == ("seed", "secret")
     paired = privacy_statement(record, m, 20, randomness="secret", paired=True)
     warning = "the points of this sweep share their cohorts and noise: at most one of them may be published"
-    assert paired["warnings"] == [warning]
-    assert paired["warnings"][0] in " ".join(format_statement(paired).split())
-    assert state(Mechanism(communicates=False))["warnings"] == []
+    assert paired["warnings"] == {"shared_noise": warning}
+    assert warning in " ".join(format_statement(paired).split())
+    assert state(Mechanism(communicates=False))["warnings"] == {}
 
 
 @pytest.mark.parametrize(
@@ -190,14 +191,14 @@ def test_where_the_noise_comes_from():
 )  # fmt: skip
 def test_what_no_epsilon_covers(words):
     statement = state(Mechanism(clip=1.0, noise_multiplier=9.0))
-    assert any(words in item for item in statement["not_covered"])
+    assert any(words in sentence for sentence in statement["not_covered"].values())
     assert words in " ".join(format_statement(statement).split())
 
 
 def test_noise_on_a_grid_leaves_less_uncovered():
     m = Mechanism(clip=1.0, noise_multiplier=9.0, noise="grid")
     assert "float32" not in format_statement(state(m))
-    covered = next(item for item in state(m)["not_covered"] if "one grid" in item)
+    covered = state(m)["not_covered"]["grid_noise"]
     assert (
         f"{95} bits" in covered
     )  # a first word of 32, then 31 of a word whose last bit is the sign, then 32
@@ -207,11 +208,11 @@ def test_private_steps_keep_their_warning_of_single_precision_under_a_grid():
     steps = DPSGD(clip=0.5, noise_multiplier=1.0, rate=0.1, steps=10)
     for noise in ("grid", "float"):
         statement = state(Mechanism(clip=1.0, noise_multiplier=9.0, noise=noise), dp_sgd=steps)
-        assert any("float32 Gaussian" in item for item in statement["not_covered"])
-    statement = state(Mechanism(clip=1.0, noise_multiplier=9.0, noise="grid"), dp_sgd=steps)
-    assert any(
-        "on which the epsilon of one example rests" in item for item in statement["not_covered"]
-    )
+        codes = statement["not_covered"].keys()
+        assert ("float_noise" in codes, "float_noise_of_steps" in codes) == (
+            noise == "float",
+            noise == "grid",
+        )
 
 
 def test_an_adaptive_bound_says_what_updates_and_bits_get():
@@ -236,10 +237,15 @@ def test_an_adaptive_bound_says_what_updates_and_bits_get():
 
 def test_weights_are_said_to_be_public():
     weighted = state(Mechanism(clip=1.0, noise_multiplier=9.0, weights=np.arange(1.0, 21.0)))
-    assert any(
-        "weights are public" in item and "numbers of examples" in item
-        for item in weighted["assumed"]
-    )
+    assert "numbers of examples" in weighted["assumed"]["public_weights"]
+
+
+def test_a_statement_of_an_older_version_has_the_same_lines():
+    """Its sentences have no codes."""
+    statement = state(Mechanism(clip=1.0, noise_multiplier=9.0, sampling=FixedSize(5)))
+    parts = ("warnings", "assumed", "not_covered")
+    older = statement | {name: list(statement[name].values()) for name in parts}
+    assert format_statement(older) == format_statement(statement)
 
 
 def test_lines_are_short():
@@ -305,12 +311,12 @@ def test_a_claim_stays_a_claim():
 
 def test_warns_of_a_delta_of_one_over_clients():
     loose = state(Mechanism(clip=1.0, noise_multiplier=1.0), rounds=1, delta=1 / 20)
-    assert "delta 0.05" in loose["warnings"][0]
-    assert "quote one at delta 1e-05" in loose["warnings"][0]
+    assert "delta 0.05" in loose["warnings"]["large_delta"]
+    assert "quote one at delta 1e-05" in loose["warnings"]["large_delta"]
     assert "warning: delta 0.05" in format_statement(loose)
     fine = state(Mechanism(clip=1.0, noise_multiplier=1.0), rounds=1, delta=0.04)["warnings"]
-    assert not any("delta" in item for item in fine)
-    assert state(Mechanism(communicates=False), rounds=1, delta=0.5)["warnings"] == []
+    assert "large_delta" not in fine
+    assert state(Mechanism(communicates=False), rounds=1, delta=0.5)["warnings"] == {}
 
 
 def test_delta_follows_from_the_number_of_clients():
@@ -323,8 +329,8 @@ def test_delta_follows_from_the_number_of_clients():
     many = state(m, clients=1_000_000, rounds=1)["honest"]["aggregate"]["epsilon"]
     assert many == pytest.approx(get_epsilon_gaussian(9.0, 1e-7), rel=1e-6)
     loose = state(m, clients=1_000_000, rounds=1, delta=1e-5)
-    assert "delta 1e-05 is at least 1/clients" in loose["warnings"][0]
-    assert "quote one at delta 1e-07" in loose["warnings"][0]
+    assert "delta 1e-05 is at least 1/clients" in loose["warnings"]["large_delta"]
+    assert "quote one at delta 1e-07" in loose["warnings"]["large_delta"]
 
 
 def test_epsilons_by_client():

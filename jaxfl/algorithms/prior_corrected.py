@@ -228,7 +228,7 @@ def update_through(
     client: Tree,
     data: ClientData,
 ) -> tuple:
-    """Return the update of a client whose loss changes all logits first.
+    """Return the update of a client whose loss applies `function` to the logits first.
 
     Args:
         function: Function from logits [B, K] to new ones.

@@ -38,7 +38,7 @@ _Kind = TypeVar("_Kind")
 
 
 def _each(check: Check, count: int | None = None) -> Check:
-    """Return a check of sequences of `count` values, or of one or more, by a check of each one."""
+    """Return a check of lists. It checks each value, and that there are `count`, or any number."""
 
     def check_all(name: str, value: Any) -> tuple:
         if not isinstance(value, tuple | list) or not value or len(value) != (count or len(value)):

@@ -296,7 +296,7 @@ _ALLOWED: Mapping[tuple[str, str], Any] = {
 
 
 class _Reader(pickle.Unpickler):
-    """A reader of tensors' descriptions, which runs no code that a file names."""
+    """Unpickler of the descriptions of tensors, which runs no code that a file names."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return our substitute for a name, if tensors need the name."""

@@ -89,7 +89,11 @@ class Watch:
         """Warn if models have no finite scores after round `done`."""
         tested = np.asarray(self.clients.test_size) > 0
         if not tested.any() and not self.central:
-            self._warn("tests", "no client has a test example: scores are not known")
+            self._warn(
+                "tests",
+                "no client has a test example, so scores are not known. Give test rows to "
+                "make_clients, or a dataset as `central`",
+            )
         lost = [tested & np.isnan(score["loss"]) for score in scores]
         mask = np.logical_or.reduce(lost)
         if not mask.any():

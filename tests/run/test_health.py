@@ -140,7 +140,8 @@ def test_no_test_example_is_told_once(caplog):
     for _ in range(2):
         found.scores([scores(*NAMES)], 1)
     assert [r.getMessage() for r in caplog.records] == [
-        "run: no client has a test example: scores are not known"
+        "run: no client has a test example, so scores are not known. Give test rows to "
+        "make_clients, or a dataset as `central`"
     ]
 
 

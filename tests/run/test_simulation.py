@@ -149,7 +149,8 @@ def test_clients_without_tests_are_fine(tmp_path, caplog):
     )
     result = quiet(ALGORITHMS["fedprox"](), untested, folder=tmp_path, progress=True)
     assert [r.getMessage() for r in caplog.records] == [
-        "fedprox: no client has a test example: scores are not known"
+        "fedprox: no client has a test example, so scores are not known. Give test rows to "
+        "make_clients, or a dataset as `central`"
     ]
     assert np.isnan(result.metrics[-1]["accuracy"])
     assert result.metrics[-1]["train_loss"] > 0

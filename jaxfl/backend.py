@@ -4,6 +4,7 @@ All forms give the same results, up to rounding.
 """
 
 import contextlib
+import itertools
 import os
 import pathlib
 import re
@@ -140,7 +141,9 @@ def visible_gpus() -> int:
         return 0
     for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         if name in os.environ:
-            return len(re.findall(r"(?:^|,)\s*(?:\d+|GPU-|MIG-)", os.environ[name]))
+            listed = os.environ[name].split(",")
+            # CUDA hides all devices that follow an invalid one.
+            return len(list(itertools.takewhile(re.compile(r"\s*(?:\d|GPU-|MIG-)").match, listed)))
     nvidia = [path for path in pathlib.Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()]
     if nvidia:
         return len(nvidia)

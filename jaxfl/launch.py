@@ -486,6 +486,7 @@ def _join(
 def _end_after(launcher: int) -> None:
     """Kill this process and its children once the launcher has ended."""
     os.read(launcher, 1)
+    # The launcher made the group for this process, so that the signal hits nobody else.
     os.killpg(0, signal.SIGKILL)
 
 
@@ -503,10 +504,12 @@ def _run_program(run: str, processes: int | None, process: int | None) -> int:
         if module:
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         else:
+            # `python file.py` sets this path, and `runpy.run_path` does not.
             sys.path[0] = str(pathlib.Path(sys.argv[0]).absolute().parent)
             runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as end:
         if isinstance(end.code, int | None):
+            # The system keeps 8 bits of an exit code, so that 256 is a success.
             return (end.code or 0) & 0xFF
         print(end.code, file=sys.stderr)
         return 1

@@ -34,9 +34,17 @@ RESERVED = {
     "update_norm",
     "clipped",
     "train_loss",
+    "bytes_up",
+    "bytes_down",
+    "method",
+    "seed",
+    "chosen",
+    "stated",
+    "dropped",
+    "run",
     "unseen",
 }
-"""Names in a row of metrics besides those of the task and of an algorithm's infos.
+"""Names in a row of metrics or of a comparison, besides those of the task and of the infos.
 
 An info `loss` is shown as `train_loss`.
 """
@@ -659,6 +667,7 @@ def _margins(logits: Float[Array, "B K"]) -> Float[Array, "B K"]:
     largest = _hot(jnp.argmax(logits, -1), logits)
     of_all = jax.nn.logsumexp(logits, -1, keepdims=True)
     of_others = jax.nn.logsumexp(jnp.where(largest, -jnp.inf, logits), -1, keepdims=True)
+    # The probability of the largest logit may round to 1, for which `log1p(-1)` is infinite.
     small = jnp.where(largest, 0, jnp.exp(logits - of_all))
     return logits - jnp.where(largest, of_others, of_all + jnp.log1p(-small))
 

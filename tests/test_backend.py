@@ -86,6 +86,7 @@ def test_gpus_are_counted_before_the_backend_starts(monkeypatch):
         ("", 0),
         ("-1", 0),
         ("NoDevFiles", 0),
+        ("0,-1,1", 1),
         ("GPU-8a, GPU-9b,MIG-1", 3),
     ):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)

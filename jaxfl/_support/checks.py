@@ -147,6 +147,7 @@ def check_choice(name: str, value: Any, choices: Collection[Any]) -> Any:
     for choice in choices:
         if (
             isinstance(python_value, type(choice))
+            # True equals 1 in Python, but is another choice.
             and isinstance(python_value, bool) == isinstance(choice, bool)
             and python_value == choice
         ):
@@ -469,6 +470,7 @@ def checked(**checks: Check) -> Callable[[_F], _F]:
 
     def decorate(target: _F) -> _F:
         if isinstance(target, type):
+            # The class stays a class, so that `isinstance` and `dataclasses.replace` work.
             target.__init__ = decorate(target.__init__)  # pyrefly: ignore[bad-argument-type]
             return target
 

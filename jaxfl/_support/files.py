@@ -81,6 +81,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int
     found = kind(path)
     if found in (None, "a regular file"):
         descriptor = os.open(path, flags | _SAFE, mode)
+        # Another process may have replaced the file since the check of the path.
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             return descriptor
         os.close(descriptor)
@@ -120,6 +121,7 @@ def write_secret(path: Path, content: bytes) -> None:
         os.link(temporary, path, follow_symlinks=False)
     finally:
         temporary.unlink(missing_ok=True)
+    # The caller uses the secret from here on, so that a crash must not undo the file's name.
     _sync(path.parent)
 
 
@@ -161,6 +163,7 @@ def write_arrays(path: Path, arrays: Mapping[str, Any], *, compress: bool = True
     # `np.savez` does not accept arrays with the names of its own arguments.
     with replacing(path) as temporary, zipfile.ZipFile(temporary, "w", method) as archive:
         for name, value in arrays.items():
+            # The size is not known ahead, and a plain entry ends at 2 GiB.
             with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                 np.lib.format.write_array(file, np.asarray(value), allow_pickle=False)
 

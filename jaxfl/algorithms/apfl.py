@@ -97,6 +97,7 @@ def apfl(
     def apply(weights: tuple[Params, Own], x: Array, *key: Array) -> Any:
         shared, client = weights
         outputs = model.apply(shared, x, *key)
+        # The loss of the mixture trains v and alpha only, so that w is trained as in FedAvg.
         mixture = _mix(client, lax.stop_gradient(shared))
         return outputs, model.apply(mixture, x, *key)
 
@@ -133,6 +134,7 @@ def apfl(
 
 def _mix(client: Own, shared: Params) -> Params:
     def mix(own: Array, shared: Array) -> Array:
+        # An alpha in single precision would widen parameters in half precision.
         return (client.alpha * own + (1 - client.alpha) * shared).astype(own.dtype)
 
     return jax.tree.map(mix, client.params, shared)

@@ -108,6 +108,7 @@ def dp_fedavg_mixed(
     )
     if train is not None:
         through_maps = matrix_scaled(private, train=train)
+        # Only the update is taken, because an evaluation fits a map of its own, or none.
         private = private._replace(client_update=through_maps.client_update)
     adapted = private
     if penalty is not None:

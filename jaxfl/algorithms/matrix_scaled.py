@@ -165,8 +165,10 @@ def fit_map(
     used = longest(-(-jnp.sum(real) // batch))
     constant = jnp.full((blocks, batch, 1), _CONSTANT)
     inputs = jnp.concatenate([logits, constant], axis=-1)
+    # Rows of zeros add nothing to the sums below, whatever labels padding has.
     inputs = jnp.where(real[..., None], inputs, 0)
     rows = inputs.reshape(blocks * batch, classes + 1)
+    # The labels' part of the gradient is the same in all steps.
     labelled = rows.T @ jax.nn.one_hot(labels.reshape(-1), classes)
     # The Hessian of -log softmax is at most 1/2.
     curvature = penalty + jnp.linalg.norm(rows.T @ rows) / 2

@@ -112,6 +112,7 @@ def mixed(
 
     def layers_from(key: Key[Array, ""]) -> Params:
         params = model.init(key)
+        # An entry of a wrapper, such as a map of logits, is no part of the client's own model.
         return {name: params[name] for name in model.layers}
 
     def losses_of(own: Params, shared: Params, data: ClientData) -> Float[Array, "W"]:
@@ -147,6 +148,7 @@ def mixed(
         shapes = jax.eval_shape(fit, data)
         unfitted = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         carry = (*unfitted, jnp.zeros(len(weights)))
+        # A loop holds the program of training once, and not once for each fold.
         own, shared, losses = lax.fori_loop(0, folds + 1, leave_out, carry)
         best = jnp.argmin(jnp.where(jnp.isnan(losses), jnp.inf, losses))
         return {**shared, _MIXTURE: Mixture(own, jnp.asarray(weights)[best])}
@@ -169,6 +171,7 @@ def _folds(key: Key[Array, ""], data: ClientData, folds: int, *, by_class: bool)
     real = positions < data.size
     drawn = jax.random.uniform(key, positions.shape)
     if not by_class:
+        # Draws are below 1, so that padding ranks last.
         rank = jnp.argsort(jnp.argsort(jnp.where(real, drawn, 2.0)))
         return jnp.where(real, rank % folds, -1)
     _, labels = data.take(positions)

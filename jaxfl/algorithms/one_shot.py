@@ -111,7 +111,7 @@ def dp_ridge(
         return {"second": extended.T @ extended, "cross": extended.T @ hot}
 
     def solve(mean: Tree) -> Linear:
-        values, vectors = jnp.linalg.eigh((mean["second"] + mean["second"].T) / 2)
+        values, vectors = jnp.linalg.eigh(mean["second"], symmetrize_input=True)
         inverse = 1 / (jnp.maximum(values, 0) + ridge)
         return _linear(vectors @ (inverse[:, None] * (vectors.T @ mean["cross"])))
 
@@ -273,6 +273,7 @@ def _one_shot(
             features = extract(params, x).astype(jnp.float32)
             hot = jax.nn.one_hot(labels, classes)
             is_real = real[:, None]
+            # Features of padding are not 0 by themselves, because layers have biases.
             return statistics(jnp.where(is_real, features, 0), jnp.where(is_real, hot, 0))
 
         return summed(model, data, of_batch)

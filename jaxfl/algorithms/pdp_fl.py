@@ -294,6 +294,7 @@ def pdp_fl_paper(
     rule = None
     if top_up != "variances" and math.isfinite(epsilon_max):
         level_divisor = participants if top_up == "mean_level" else 1.0
+        # The noise is in proportion to 1 / epsilon, so this product is the noise at epsilon 1.
         rule = LevelNoise(z * epsilon_max / participants, level_divisor, epsilon_max)
     mechanism = _by_level(budgets, sampling, clip, z, noise, rule)
     why = (
@@ -448,6 +449,7 @@ def _by_level(
     participants = int(sampling.expected(len(levels)))
     # The cohort with the lowest levels gets the least noise.
     least = float(rule.std(levels[:participants].sum()))
+    # A noise multiplier is relative to C times the largest weight, and the weights are levels.
     return NoiseByLevel(noise_multiplier=least / levels[-1], rule=rule, **shared)
 
 

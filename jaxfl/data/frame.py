@@ -181,7 +181,6 @@ def from_frame(
     Each column becomes one or more inputs of float32. `Dataset.columns` names them, and
     `Dataset.encoding` lets `encode_frame` do the same with further rows.
 
-
     - Numbers x become :math:`(x - \mu) / \sigma`, with the mean and the standard deviation of the
       column's training rows, or with 1 if this deviation is 0. With `bounds` (l, u) they become
       :math:`2 (\min(\max(x, l), u) - l) / (u - l) - 1`.

@@ -109,10 +109,10 @@ def _input_array(name: str, values: list[Any]) -> np.ndarray:
             f"shapes {sorted(shapes)[:3]}. Resize pictures, or give lists of tokens to from_lists."
         )
     stacked = np.stack(arrays)
-    if stacked.dtype.kind == "f":
-        return stacked.astype(np.float32)
     # A picture of one colour has no axis of channels, and a number no axis of features.
-    return stacked[..., None] if stacked.ndim in (1, 3) else stacked
+    if stacked.ndim in (1, 3):
+        stacked = stacked[..., None]
+    return stacked.astype(np.float32) if stacked.dtype.kind == "f" else stacked
 
 
 def _label_arrays(name: str, parts: list[list[Any]]) -> list[np.ndarray]:

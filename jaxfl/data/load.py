@@ -222,6 +222,7 @@ def _in_32_bits(name: str, values: np.ndarray) -> np.ndarray:
 
 def _row_blocks(values: np.ndarray) -> Iterator[np.ndarray]:
     """Yield consecutive rows of an array, which may be a file that is larger than memory."""
+    # An empty array has one empty block, because `np.concatenate` needs at least one.
     for start in range(0, max(1, len(values)), _READ_ROWS):
         yield values[start : start + _READ_ROWS]
 

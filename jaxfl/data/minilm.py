@@ -98,6 +98,7 @@ class _MiniLM(nn.Module):
         x = Embeddings(name="embeddings")(tokens)
         for number in range(LAYERS):
             x = Layer(name=f"layer_{number}")(x, real)
+        # Scaling to norm 1 removes the number of tokens, so that the sum serves as the mean.
         total = jnp.sum(jnp.where(real[..., None], x, 0), axis=1)
         norm = jnp.linalg.norm(total, axis=1, keepdims=True)
         return total / jnp.where(norm > 0, norm, 1)

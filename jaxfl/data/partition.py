@@ -138,6 +138,7 @@ def dirichlet(
     for k in np.unique(labels):
         rows = rng.permutation(np.flatnonzero(labels == k))
         cumulative = np.cumsum(_proportions(rng, clients, alpha))
+        # Rounded ends deal every example once, which rounded sizes would not.
         ends = np.rint(cumulative * len(rows)).astype(int)
         owner[rows] = np.repeat(np.arange(clients), np.diff(ends, prepend=0))
     return lists_of(_top_up(rng, owner, clients, minimum), clients)
@@ -183,6 +184,7 @@ def dirichlet_by_client(
         while missing := size - np.count_nonzero(owner == client):
             weights = weights * (left > 0)
             if not weights.any():
+                # All classes with a weight are used up, so the client draws from what is left.
                 weights = left / left.sum()
             drawn = np.minimum(rng.multinomial(missing, weights / weights.sum()), left)
             for own, end, count in zip(rows, left, drawn, strict=True):
@@ -436,6 +438,7 @@ def _top_up(rng: np.random.Generator, owner: np.ndarray, clients: int, minimum: 
     cuts = range(minimum, int(sizes.max()) + 1)
     level = cuts[bisect_left(cuts, True, key=yields_too_little) - 1]
     take = np.maximum(sizes - level, 0)
+    # The surplus is less than the number of givers: a higher level yields too little.
     take[np.flatnonzero(take)[: take.sum() - give.sum()]] -= 1
     order = rng.permutation(len(owner))
     order = order[np.argsort(owner[order], kind="stable")]

@@ -87,6 +87,7 @@ def fitting(build: Build, chunk: int, arguments: tuple, *, call: bool = True) ->
     """
 
     def attempted(chunk: int) -> Program:
+        # A chunk of 1 cannot be halved, so that a trial would serve nothing.
         program, _ = _tried(build, chunk, arguments, calls=int(call and chunk > 1))
         return program
 
@@ -133,6 +134,7 @@ def fastest(
         )
         return program
     first, *larger = of_mesh(mesh).chunks
+    # The first one may exceed `most`, because a program takes no more lanes than are useful.
     candidates = [first, *(size for size in larger if size <= most)]
     programs: dict[int, Program] = {}
     seconds: dict[int, float] = {}

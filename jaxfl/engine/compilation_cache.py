@@ -61,6 +61,7 @@ def enable() -> None:
         return
     own = str(folder / _processor())
     jax.config.update("jax_compilation_cache_dir", own)
+    # By default JAX caches only programs that take a second or more to compile.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
     def prepare(event: str, **_: str | int) -> None:

@@ -179,6 +179,7 @@ def _key_of_part(value: Any, seen: dict[int, int]) -> Hashable:
         _MayChangeError: The value holds something that may change.
     """
     kind = type(value)
+    # The numbers 1 and True are equal and have one hash, so that the key names the class.
     if kind in (bool, int, str, bytes, type(None)):
         return kind, value
     if kind in (float, complex):
@@ -193,6 +194,7 @@ def _key_of_part(value: Any, seen: dict[int, int]) -> Hashable:
         if id(value) in seen:
             return "again", seen[id(value)]
         seen[id(value)] = len(seen)
+        # Equal code reads other globals in another module.
         return kind, value.__code__, Same(value.__globals__), inside(_contents(value))
     if kind is types.MethodType:
         return kind, inside((value.__func__, value.__self__))

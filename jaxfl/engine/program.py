@@ -122,6 +122,7 @@ def first_states(
         message, *_ = algorithm.client_update(key, server, client, data)
         return message.update
 
+    # This is a function, because most mechanisms have no memory and need no trace of an update.
     update_shapes = functools.partial(jax.eval_shape, sent, population.clients)
     memory_key = derive(memory_key, _MEMORY)
     memory = algorithm.mechanism.init(memory_key, update_shapes, population.num_clients)
@@ -218,6 +219,7 @@ def compile_rounds(
     program = compile_for(
         algorithm, population, run, donate_argnames=("center", "states"), out_shardings=shardings
     )
+    # Clients are an argument, so that a cached program serves others of equal shapes.
     return functools.partial(program, population.clients)
 
 

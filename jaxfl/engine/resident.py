@@ -102,6 +102,7 @@ class Resident(Engine):
     def programs(self, key: Key[Array, "*P"]) -> dict[str, list[Any]]:
         step: Any = self._build(1)
         score: Any = self._score(1)
+        # A run's fingerprint must not depend on how many points are vectorised.
         if isinstance(self.algorithm, Points) and self.algorithm.batch is not None:
             algorithm = self.algorithm._replace(batch=None)
             step = compile_rounds(algorithm, self.population, chunk=1, segment=self._segment)

@@ -8,6 +8,7 @@ Keys are derived by round, then by purpose, then by client. A client's randomnes
 neither on the chunk, nor on the number of devices, nor on the order of the cohort.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -99,6 +100,8 @@ class Sums(NamedTuple):
     contributions: Total
     """Sums for the mechanism."""
     info: dict[str, Float[Array, ""]]
+    informing: Float[Array, ""]
+    """Number of participants whose infos count: their updates and states are finite."""
     participants: Float[Array, ""]
     nonfinite: Int[Array, ""]
 
@@ -118,6 +121,7 @@ def one_round(
     states: States,
 ) -> tuple[Center, States, Records]:
     """Run a round whose clients are all in memory. The keys are those of the run."""
+    # A sampler may draw once for several rounds, so `draw` gets the keys of the run.
     cohort = draw(algorithm, population.num_clients, keys, index, center)
     keys = keys.at(index)
     ids = jnp.arange(population.num_slots)
@@ -176,6 +180,7 @@ def add_participants(
         total = jax.tree.map(lambda leaf: leaf[0], total)
         local = population._replace(clients=clients)
         total, states = _cohort(algorithm, chunk, keys, index, slots, total, center, states, local)
+        # `add_up` sums over devices once a round, because `psum` has no carries for `Wide`.
         return jax.tree.map(lambda leaf: leaf[None], total), states
 
     by_client = P("clients")
@@ -220,8 +225,8 @@ def finish_round(
         server = jax.tree.map(
             lambda a, b: jnp.where(total.contributions.weight > 0, a, b), server, center.server
         )
-    counted = jnp.maximum(total.participants - total.nonfinite, 1)
-    info = {name: value / counted for name, value in total.info.items()}
+    informing = jnp.maximum(total.informing, 1)
+    info = {name: value / informing for name, value in total.info.items()}
     info["participants"] = total.participants
     ledger = Ledger(
         cohort.sampled,
@@ -291,9 +296,11 @@ def _cohort(
     (order,) = jnp.nonzero(slots.sampled, size=padded, fill_value=count)
     # A chunk runs until its largest client is done, so clients are sorted by size.
     if chunk > 1 and population.size is None:
+        # Padding has the size -1, so that clients without examples come before the padding.
         size = jnp.asarray(population.clients.train_size).at[order].get(mode="fill", fill_value=-1)
         order = order[jnp.argsort(-size)]
 
+    # Under `jit`, the shapes, the check of private steps and the loop share one trace.
     @functools.partial(jax.jit, inline=True)
     def client(slot: Int[Array, ""], states: States) -> tuple[Sums, Tree, Tree]:
         share, state = _participant(algorithm, keys, index, slots, slot, center, states, population)
@@ -310,12 +317,15 @@ def _cohort(
         slot = order[i] if chunk == 1 else lax.dynamic_slice(order, (i * chunk,), (chunk,))
         added, row, state = of_chunk(slot, states)
         rank = slots.rank.at[slot].get(mode="fill", fill_value=most)
+        # Each rank is on one device only, so that `finish_round` joins the rows by a sum.
         rows = jax.tree.map(lambda all_, new: all_.at[rank].set(new, mode="drop"), rows, row)
         return optax.tree.add(part, added), rows, states.put(slot, state)
 
     def settle(part: Sums) -> Sums:
         if chunk == 1:
             part = jax.tree.map(lambda leaf: leaf[None], part)
+        # Lanes are settled before they are added, so that each float of a noisy sum holds at
+        # most eight clients.
         settled = representation.settle(part.contributions.update)
         return add_up(part._replace(contributions=part.contributions._replace(update=settled)))
 
@@ -372,25 +382,29 @@ def _participant(
     mechanism = algorithm.mechanism
     server, memory, _ = center
     real = slot < slots.ids.shape[0]
+    # A padding slot reads the device's last client, because JAX clips an index beyond the end. It
+    # has no examples, so that nobody waits for its training.
     client_id = slots.ids[slot]
+    train_size = jnp.where(real, population.clients.train_size[slot], 0)
     weight = jnp.where(real, slots.weights[slot], 0.0)
     scale = jnp.where(real, slots.scale[slot], 0.0)
     old = states[slot]
     private = algorithm.dp_sgd is not None
     noise = None
     if private:
+        # The batches of private steps must be as secret as the noise, so both have its stream.
         noise = StepNoise(slots.example_noise[slot], derive(keys.noise, PRIVATE_STEPS, client_id))
 
     def updated(capacity: int) -> tuple[Message, Tree, dict[str, Array]]:
         data = data_of(population.clients, slot, client_id, capacity, noise, index, population.size)
+        if population.size is None:
+            data = dataclasses.replace(data, size=train_size)
         key = derive(keys.clients, CLIENT, client_id)
         message, state, info = algorithm.client_update(key, server, old, data)
         _check_names(algorithm, info)
         return message, state, info
 
-    message, new, info = by_capacity(
-        population.capacities, population.clients.train_size[slot], updated
-    )
+    message, new, info = by_capacity(population.capacities, train_size, updated)
 
     bound = mechanism.update_bound(memory)
     update, norm = clip(message.update, bound)
@@ -404,6 +418,7 @@ def _participant(
         lambda leaf: jnp.where(finite, leaf, 0) if _is_float(leaf) else leaf, bounded
     )
     new = jax.tree.map(lambda a, b: jnp.where(finite & finite_state, a, b), new, old)
+    # A dropped update keeps its client's noise, which the accountant counts.
     contribution = mechanism.contribute(
         keys.noise, memory, Participant(client_id, slots.noise[slot]), sent, norm
     )
@@ -413,12 +428,15 @@ def _participant(
     variance = (weight * slots.noise[slot]) ** 2
     client_total = Total(update, variance=variance, weight=weight, rows=contribution.row)
     info = info | {"update_norm": norm, "clipped": (norm > bound).astype(jnp.float32)}
-    info = {
-        name: jnp.where(finite & finite_state & real, value, 0.0) for name, value in info.items()
-    }
-    participants = real.astype(jnp.float32)
-    nonfinite = (real & ~finite).astype(jnp.int32)
-    return Sums(client_total, info, participants, nonfinite), new
+    informs = finite & finite_state & real
+    info = {name: jnp.where(informs, value, 0.0) for name, value in info.items()}
+    return Sums(
+        client_total,
+        info,
+        informing=informs.astype(jnp.float32),
+        participants=real.astype(jnp.float32),
+        nonfinite=(real & ~finite).astype(jnp.int32),
+    ), new
 
 
 def _check_private_steps(algorithm: Algorithm, client: core.Jaxpr) -> None:

@@ -56,6 +56,7 @@ class Store:
         self.bytes_per_client = self._row.itemsize
         self._check_space()
         zeros = np.zeros(self.bytes_per_client, np.uint8)
+        # A broadcast zero takes no memory, whatever the number of clients.
         self._lay(np.broadcast_to(zeros, (2, num_clients, self.bytes_per_client)))
         self.side = np.zeros(num_clients, np.uint8)
         self.sums = np.zeros(num_clients, np.uint32)
@@ -159,6 +160,7 @@ class Store:
         Rows in the second place move to the first one. Rows that have changed since the last
         checkpoint do not move, because the checkpoint may need the rows that they would replace.
         """
+        # Places are 0 and 1, so that `&` finds the rows whose present and protected place is 1.
         moving = np.flatnonzero(self.side & self.kept)
         if self.bytes_per_client:
             for ids in self._parts(moving):

@@ -152,6 +152,7 @@ def compile_programs(algorithm: Algorithm, population: Population) -> Programs:
             own = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, first, size), initial)
             return states_in_rows(own, population)
 
+        # The host reads the rows at once, so that a single device makes all of them.
         first_device = population.mesh.devices.flat[0]
         return jax.jit(some, out_shardings=SingleDeviceSharding(first_device))
 
@@ -177,6 +178,7 @@ def compile_programs(algorithm: Algorithm, population: Population) -> Programs:
     @functools.cache
     def compiled_add(chunk: int) -> functools.partial:
         step = functools.partial(add, chunk)
+        # The sums are not donated, because all rounds begin with the same `zero`.
         return compile_for(
             algorithm, population, step, donate_argnames="states", out_shardings=by_client
         )
@@ -456,6 +458,7 @@ class Stream(Engine):
         rounds = (
             jax.device_put(np.int32(index), self.everyone) for index in range(start, start + count)
         )
+        # As a generator, the draws read the center that the previous round has left.
         draws = ((index, self.draw(self.keys, index, self.center)) for index in rounds)
         # A cohort that depends on the memory can be drawn only after the previous round.
         if not jax.tree.leaves(self.center.memory):
@@ -484,6 +487,7 @@ class Stream(Engine):
             The indices, the clients, and their states, on the devices.
         """
         clients = self.population.clients
+        # An empty slot reads the last client's state, which `rounds` never writes back.
         known = np.minimum(ids, self.store.num_clients - 1)
         parts = np.split(known, self.population.mesh.size)
 

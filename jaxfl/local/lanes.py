@@ -37,6 +37,7 @@ def longest(bound: Shaped[Array, ""]) -> Shaped[Array, ""]:
 
 @longest.def_vmap
 def _(_size: int, batched: list[bool], bound: Array) -> tuple[Array, bool]:
+    # An outer `vmap`, such as that of a sweep's points, takes the largest value again.
     return longest(jnp.max(bound, axis=0) if batched[0] else bound), False
 
 
@@ -49,7 +50,8 @@ def hold(active: Bool[Array, ""], new: Tree, old: Tree) -> Tree:
 
 @hold.def_vmap
 def _(size: int, batched: list[Tree], active: Array, new: Tree, old: Tree) -> tuple[Tree, Tree]:
-    if not batched[0]:  # no lane has ended
+    # The lanes share `active` if all of them have equally many steps.
+    if not batched[0]:
         if backend().few_kernels:
             new = _together(jnp.full(size, active), batched[1], new, old)
         return hold(active, new, old), batched[1]

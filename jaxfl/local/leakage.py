@@ -145,6 +145,7 @@ def probe_risk(
     x, axis = _prepared_batch(model, inputs)
 
     def slope(params: Params) -> Array:
+        # Each loss depends on its own input only, so one gradient has a row per example.
         return jax.grad(lambda x: jnp.sum(_example_losses(model, params, x, labels)))(x)
 
     _, derivative = jax.linearize(slope, params)
@@ -164,6 +165,7 @@ def probe_risk(
 
     def across(i: Int[Array, ""]) -> Float[Array, "B"]:
         along = probe(i)
+        # Rounding may leave a difference below 0.
         return jnp.maximum(jnp.sum(along**2, axis=1) - jnp.sum(along * unit, axis=1) ** 2, 0.0)
 
     def gain(x: Array, label: Array, unit: Float[Array, "N"]) -> Float[Array, ""]:
@@ -274,6 +276,7 @@ def _draw(
     ends = jnp.cumsum(weights[order])
     marks = (jnp.arange(count) + jax.random.uniform(key)) * (ends[-1] / count)
     ranks = jnp.searchsorted(ends, marks, side="right")
+    # Rounding may put the last mark at the end of the sums, behind the rank of any example.
     drawn = order[jnp.minimum(ranks, jnp.maximum(size - 1, 0))]
     doubts = weights[drawn]
     positive = doubts > 0

@@ -42,6 +42,7 @@ def sparsify(mask: Tree, sent: Tree) -> Tree:
     The engine drops a client whose update is not finite. Without this, a mask might cut exactly the
     coordinates that show it.
     """
+    # One sum suffices, because NaN and infinity persist in sums.
     lost = ~jnp.isfinite(optax.tree.sum(sent))
     return jax.tree.map(lambda leaf: jnp.where(lost, jnp.nan, leaf), keep(mask, sent))
 
@@ -56,6 +57,7 @@ def top_k_mask(values: Float[Array, "*S"], count: int | Array) -> Bool[Array, "*
     >>> top_k_mask(jnp.array([0.1, -0.5, 0.3, 0.2]), 2)
     Array([False,  True,  True, False], dtype=bool)
     """
+    # The bits of floats from 0 up, read as integers, have the order of the floats.
     bits = lax.bitcast_convert_type(jnp.abs(values).astype(jnp.float32), jnp.int32).ravel()
     threshold, number = _threshold(bits, count)
     ties = bits == threshold

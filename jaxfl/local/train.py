@@ -186,6 +186,7 @@ def train(
     optimizer = decayed(local.optimizer, local.decay, data)
     batch = min(local.batch_size, padded)
     blocks, per_block = blocks_of(padded, batch)
+    # The part's size divides the batch, so that parts need no padding.
     part = next(n for n in range(min(microbatch or batch, batch), 0, -1) if batch % n == 0)
     shape = (per_block, batch // part, part)
     batches = -(-data.size // batch)
@@ -197,6 +198,7 @@ def train(
         params: Params, key: Key[Array, ""], x: Array, labels: Array, weights: Array
     ) -> tuple[Float[Array, ""], Tree]:
         """Return value and gradient of loss plus penalty. The batch has axes [parts, part, ...]."""
+        # The loss of a part is a mean, so each part counts by its share of the real examples.
         shares = jnp.sum(weights, axis=1) / jnp.maximum(jnp.sum(weights), 1.0)
 
         def loss_of(params: Params, i: Int[Array, ""] | int) -> Float[Array, ""]:
@@ -210,18 +212,21 @@ def train(
         def penalised_loss(params: Params) -> Float[Array, ""]:
             return loss_of(params, 0) + penalty_of(penalty, params)
 
+        # Without parts, a single backward pass serves both the loss and the penalty.
         if len(x) == 1:
             return jax.value_and_grad(penalised_loss)(params)
 
         def add(i: Int[Array, ""], total: tuple) -> tuple:
             return optax.tree.add(total, jax.value_and_grad(loss_of)(params, i))
 
+        # The penalty counts once for a batch, and not once for each part.
         start = jax.value_and_grad(penalty_alone)(params)
         return lax.fori_loop(0, len(x), add, start)
 
     def epoch(index: Int[Array, ""], carry: tuple) -> tuple:
         epoch_key = jax.random.fold_in(key, index)
         order = _shuffle(epoch_key, padded, data.size)
+        # Positions that fill the last block read example 0 with the weight 0.
         order = jnp.pad(order, (0, blocks * per_block * batch - padded))
         # The last epoch ends early if the number of steps is given.
         epoch_batches = jnp.minimum(batches, total - index * batches)
@@ -237,6 +242,7 @@ def train(
             chosen = lax.dynamic_slice(order, (start,), (per_block * batch,)).reshape(shape)
             inputs, labels = data.take(chosen)
             x = jax.vmap(jax.vmap(prepare))(inputs)
+            # Real examples come first in the order, so a position below the size is a real one.
             weights = (positions < data.size).astype(jnp.float32)
 
             def step(i: Int[Array, ""], carry: tuple) -> tuple:
@@ -427,6 +433,7 @@ def weights_to_keep(state: Tree, params: Params, mask: Mask, steps: Int[Array, "
         trainable = jax.tree.map(lambda leaf: True, params)
 
     def chosen(trained: Any, average: Array, last: Array) -> Array:
+        # Before a step both weights are equal, but the formula of the average rounds them.
         return jnp.where(jnp.asarray(trained) & (steps > 0), average.astype(last.dtype), last)
 
     return jax.tree.map(chosen, trainable, averages, params)
@@ -470,6 +477,7 @@ def descend(
         value, slope = gradient_fn(params)
         return value, select(slope)
 
+    # The selection is inside, so that SAM ascends along trainable coordinates only.
     value, slope = selected(params) if gradient is None else gradient(selected)(params)
     updates, state = optimizer.update(slope, state, params)
     # Weight decay and momentum would also move coordinates that are not trainable.

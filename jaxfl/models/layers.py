@@ -11,7 +11,7 @@ A convolution has six forms, which load the same parameters:
 - "im2col": for GPUs. It is the same without filtering, with one matrix product per pass.
 - "lax": `lax.conv_general_dilated`, channels last, in any mode of differentiation.
 - "grouped": for residual networks on GPUs. It is "lax", but the gradients of vectorised clients are
-  those of one grouped convolution (`_plain`), in reverse mode only.
+  those of one grouped convolution (`kernels.plain`), in reverse mode only.
 - "blocks": for TPUs. It is "lax", but layers with pooling take a block of 2x2 pixels as one pixel.
   The four places of a pooling window are channels. For kernels of side k, this takes
   ((k + 1) / k)^2 times the operations, at a quarter of the positions, each with four times the
@@ -21,7 +21,7 @@ A convolution has six forms, which load the same parameters:
   interpret the kernel, which is slow. The first layer may read bytes without a conversion.
 
 A group normalisation has two implementations. The forms "winograd" and "im2col" take a batch-minor
-one (`_group_norm`), which supports reverse mode only. All else takes JAX's own operations.
+one (`kernels.group_norm`), which supports reverse mode only. All else takes JAX's own operations.
 
 A layer with `sum_grad_squared=True` has the same values and another backward pass. Each parameter
 gets the sum over examples of the *squared* per-example gradient, sum_n (d loss_n / d w)^2. The loss
@@ -154,6 +154,7 @@ class Convolution(nn.Module):
             # Parameters follow from shapes, and tracing the maps would take most of the time.
             return jnp.zeros(_maps_shape(self, x.shape))
         fused = self.fused and kernel.dtype == jnp.float32
+        # A byte of 0 means -1, so that bytes cannot be padded with zeros.
         if x.dtype == jnp.uint8 and (not fused or padding):
             x = as_floats(x).astype(kernel.dtype)
         # JAX traces the backward pass outside of the caller's precision context, so the rule gets
@@ -183,6 +184,7 @@ class Convolution(nn.Module):
             and x.dtype == jnp.float32
             and precision in (None, "float32", "highest")
         )
+        # Filtering loses two digits already, so that its products must not be rounded further.
         precision = "highest" if filtered else precision
         sides = ((padding, padding), (padding, padding))
         options = ConvolutionOptions(
@@ -246,6 +248,7 @@ class Dense(nn.Module):
 
 
 def _dense(x: Array, kernel: Array, bias: Array, *probe: Array) -> Array:
+    # Axes are explicit everywhere, because the tests let JAX refuse to promote ranks.
     return x @ kernel + bias[None]
 
 

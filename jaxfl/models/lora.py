@@ -131,6 +131,7 @@ def lora(
     fixed = (base, {} if train_a else a)
 
     def network(function: Callable) -> Callable:
+        # Without `jit`, an eager call would trace each operation anew in `_intercepted`.
         @functools.partial(jax.jit, inline=True)
         def call(params: Params, fixed: Tree, *inputs: Any) -> Any:
             base, a = fixed

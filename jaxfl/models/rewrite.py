@@ -320,6 +320,7 @@ def _convolve(waiting: _Convolution) -> Array:
     precision = params["precision"]
     features = kernel.shape[-1]
     if _is_winograd(waiting):
+        # Filtering would multiply the rounding of a lower precision by about a hundred.
         exact = precision is None or set(precision) == {lax.Precision.HIGHEST}
         filtered = waiting.filtered and exact and x.dtype == jnp.float32
         bias = jnp.zeros(features, x.dtype) if waiting.bias is None else waiting.bias

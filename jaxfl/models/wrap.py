@@ -314,6 +314,7 @@ def _checked_model(
         )
     split = hasattr(network.module, "extract") and hasattr(network.module, "classify")
     if vocabulary is None:
+        # Inputs must lie in each of the tables that they index.
         vocabulary = min(tables_of(program), default=None)
     return Model(
         name=name or kind,

@@ -110,6 +110,7 @@ class _NormLenet(Classifier):
             x = norm(layer(x))
             x = x[:, : x.shape[1] // 2 * 2, : x.shape[2] // 2 * 2]
             rows = jnp.maximum(x[:, ::2], x[:, 1::2])
+            # ReLU commutes with the maximum, after which there are a quarter of the numbers.
             x = nn.relu(jnp.maximum(rows[:, :, ::2], rows[:, :, 1::2]))
         x = x.reshape(-1, x.shape[-1]).T
         for layer, norm in zip(self.dense, self.norm[2:], strict=True):

@@ -177,6 +177,8 @@ def audited_aggregate(
     """
     numbers = cohort.numbers
     drawn = cohort.canaries
+    # The sum may hold wide integers, or the bits of `AdaptiveClip`. Only the aggregate has the
+    # shapes of an update.
     shapes = jax.eval_shape(lambda: mechanism.aggregate(key, memory, cohort, total, mesh)[0])
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     blank, unravel = ravel_pytree(zeros)
@@ -204,6 +206,7 @@ def audited_aggregate(
     x = _hadamard(seen)[: len(present)] * (
         mechanism.divisor(numbers, total.weight) / (length * weight * size**0.5)
     )
+    # Without noise the logarithms would be infinite, and their sum over rounds could be NaN.
     z = jnp.maximum(jnp.sqrt(std**2 + total.variance) / weight, 1e-3)
     rate = drawn.rate
     taking_part = (x - 0.5) / z**2

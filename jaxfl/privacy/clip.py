@@ -26,6 +26,7 @@ def clip(update: Tree, bound: Number) -> tuple[Tree, Float[Array, ""]]:
     >>> clip({"w": jnp.array([3.0, 4.0])}, 1.0)
     ({'w': Array([0.6, 0.8], dtype=float32)}, Array(5., dtype=float32))
     """
+    # In half precision a sum of squares stalls, and the clipped update would be too long.
     update = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), update)
     norm = jnp.asarray(optax.tree.norm(update), jnp.float32)
     if not traced(bound) and math.isinf(bound):
@@ -57,6 +58,7 @@ def round_within(
     """
     size = sum(leaf.size for leaf in jax.tree.leaves(update))
     half = 0.5 * size**0.5
+    # `frexp` gives 2^15, the radius at z = 1, the exponent 16, but 2^30 fits without a shift.
     shift = jnp.maximum(jnp.frexp(radius * (1 - 2.0**-20))[1] - 15, 0)
     aim = jnp.sqrt(jnp.maximum(radius**2 - size / 12 - 4 * radius, radius**2 / 4))
     # The squares below round up, which lengthens the norm that decides.
@@ -75,6 +77,8 @@ def round_within(
 
     leaves = jax.tree.leaves(rounded(factor))
     squares = sum((square(leaf) for leaf in leaves), jnp.uint32(0))
+    # The factor covers the rounding of conversion and root, which may shorten the length.
     length = jnp.sqrt(squares.astype(jnp.float32)) * (1 << shift) * (1 + 2.0**-20)
+    # Unrounded, the update has at most `length + half` steps. Rounding adds at most `half`.
     shorter = factor * (1 - 2.0**-20) * jnp.maximum(radius - half, 0.0) / (length + half)
     return rounded(jnp.where(length <= radius, factor, shorter))

@@ -186,6 +186,7 @@ class DPSGD:
         params, state, total_loss = lax.fori_loop(0, longest(total), step, start)
         params = weights_to_keep(state, params, mask, total)
         mark = self.mark if data.noise is not None else f"{self.mark}, without the engine's noise"
+        # The engine counts private steps by this name in the traced program (`trainings`).
         total_loss = checkpoint_name(total_loss, mark)
         steps = total.astype(jnp.float32)
         return _without_derivative(params), {
@@ -203,6 +204,7 @@ class DPSGD:
     def mark(self) -> str:
         """Name that these private steps leave in a traced program."""
         if traced(self.rate):
+            # A traced rate has no value to hash, so the object itself identifies the rate.
             rate = f"traced {id(self.rate)}"
         else:
             rate = hashlib.sha256(self.rate_table.tobytes()).hexdigest()
@@ -347,6 +349,7 @@ def noisy_gradient(
     rate = dp_sgd.rate_of(data)
     drawn = coins(batch_key, padded, rate) & (jnp.arange(padded) < data.size)
     count = jnp.sum(drawn)
+    # Row 0 fills up the last chunk, and `positions < count` leaves these copies out.
     order = jnp.nonzero(drawn, size=-(-padded // chunk) * chunk, fill_value=0)[0]
 
     def losses(
@@ -390,6 +393,7 @@ def noisy_gradient(
     zero = (jnp.zeros(()), optax.tree.zeros_like(params))
     value, total = lax.fori_loop(0, longest(-(-count // chunk)), add, zero)
     total = add_gaussian(noise_key, total, jnp.asarray(noise_multiplier * dp_sgd.clip, jnp.float32))
+    # The size of the drawn batch would reveal whether an example is in the batch.
     expected = rate * jnp.maximum(data.size, 1)
     mean = jax.tree.map(lambda leaf, old: (leaf / expected).astype(old.dtype), total, original)
     return value / jnp.maximum(count, 1), mean

@@ -76,6 +76,7 @@ def normal(key: Key[Array, "*S"], shape: tuple[int, ...]) -> Float[Array, "..."]
     if not key.ndim:
         return jax.random.normal(key, shape, jnp.float32)
     uniform = (random_bits(key, shape) >> 9).astype(jnp.float32)
+    # The half keeps the argument exact, symmetric and off -1, where `erf_inv` is infinite.
     centred = (uniform + 0.5) * np.float32(2**-22) - 1
     return np.float32(2**0.5) * lax.erf_inv(centred)
 
@@ -124,6 +125,7 @@ def add_grid_noise(key: Key[Array, "*S"], tree: Tree, mesh: Mesh) -> Tree:
             number.
     """
     flat, unravel = ravel_pytree(tree)
+    # Devices draw equal parts. A draw depends on its index alone, so padding changes no draw.
     padded = -(-flat.size // mesh.size) * mesh.size
 
     def spread(bits: Array) -> Array:
@@ -164,6 +166,7 @@ def _rounded_gaussian(
         above = (first > high) | (tied & (second > low))
         return below, above
 
+    # Look-ups promise indices within the table, so that both neighbours must lie in the table.
     nearest = jnp.clip(jnp.round(_guess(bits) + 0.5).astype(jnp.int32), 1, last - 1)
     # Without a barrier XLA recomputes them for each look-up.
     nearest, first, second = lax.optimization_barrier((nearest, first, second))
@@ -185,6 +188,7 @@ def _rounded_gaussian(
         def wide(bracket: tuple[Array, Array]) -> Array:
             return jnp.any(bracket[1] - bracket[0] > 1)
 
+        # A sure coordinate has a bracket of width 1, which the search leaves as it is.
         start = magnitude, jnp.where(sure, magnitude + 1, last)
         return lax.while_loop(wide, halve, start)[0]
 
@@ -199,6 +203,7 @@ def _guess(bits: UInt32[Array, "2 D"]) -> Float[Array, "D"]:
     distance from 1.
     """
     share = bits[0].astype(jnp.float32) * 2.0**-32 + bits[1].astype(jnp.float32) * 2.0**-64
+    # The product is 1 - x^2 for x = 1 - share. From x itself, a small share would be lost.
     w = -jnp.log(jnp.maximum(share, 2.0**-64) * (2 - share))
     centre = functools.reduce(lambda value, c: value * (w - 2.5) + c, _GILES[0])
     tail = functools.reduce(lambda value, c: value * (jnp.sqrt(w) - 3) + c, _GILES[1])
@@ -304,6 +309,7 @@ def skellam_thresholds(variance: fractions.Fraction) -> UInt32[np.ndarray, "3 n"
         tail += here
     # The loop has added I_0, which occurs once. The others occur twice.
     total = 2 * tail - here
+    # P(|X| >= 0) = 1 would need a 96th bit.
     thresholds = [2**95 - 1, *((tail << 96) // total for tail in reversed(tails))]
     words = [(t >> 63, (t >> 31) & 0xFFFFFFFF, (t & 0x7FFFFFFF) << 1) for t in thresholds]
     return np.array(words, np.uint32).T

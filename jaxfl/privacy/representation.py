@@ -77,6 +77,7 @@ class Floats:
         """
         del mesh
         zero = jax.tree.map(jnp.zeros_like, narrow(total))
+        # Noise joins the sum in the sum's own numbers, so that integers are added up exactly.
         return add(total, self.encode(add_gaussian(key, zero, std)))
 
 
@@ -190,4 +191,5 @@ class SharedGrid(Grid):
 def wrapped(tree: Tree, bits: int) -> Tree:
     """Return integers modulo 2^bits, from -2^(bits - 1) to below 2^(bits - 1)."""
     unused = 32 - bits
+    # The right shift of signed integers fills up with the highest bit of the modulus, the sign.
     return jax.tree.map(lambda leaf: (leaf << unused) >> unused, tree)

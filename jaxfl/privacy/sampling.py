@@ -361,6 +361,7 @@ class CyclicPoisson(Sampling):
     @property
     def turn_rate(self) -> float:
         """Probability of participation in a round of the client's group."""
+        # The product may exceed 1 by rounding, which `__post_init__` allows.
         return min(self.rate * self.groups, 1.0)
 
     def expected(self, clients: int) -> float:
@@ -412,6 +413,7 @@ class CyclicPoisson(Sampling):
 
         A turn is a round in every b, with Poisson sampling at `turn_rate`.
         """
+        # The smallest group has the least noise. Groups are public, so nothing is amplified.
         view = _cohort_view(noise, noise.clients // self.groups)._replace(amplified=None)
         if self.turn_rate < 1:
             view = _sampled_view(noise, self.turn_rate)
@@ -460,6 +462,7 @@ class MinSeparation(Sampling):
         """Draw from the round's group."""
         outside = jnp.asarray(_groups(clients, self.separation)) != index % self.separation
         places = permutation(key, clients) if key.ndim else jax.random.uniform(key, (clients,))
+        # Places are below the number of clients, so that clients of other groups come last.
         order = jnp.argsort(jnp.where(outside, clients, places))
         return jnp.zeros(clients, bool).at[order[: self.size]].set(True)
 
@@ -697,6 +700,7 @@ def _by_turn(view: View, length: int) -> View:
     That round has the least noise of these rounds.
     """
     padded = -len(view.multiplier) % length
+    # Infinity and True change neither a least multiplier nor whether all rounds are hidden.
     multiplier = np.pad(view.multiplier, ((0, padded), (0, 0)), constant_values=math.inf)
     multiplier = multiplier.reshape(-1, length, multiplier.shape[1]).min(axis=1)
     hidden = np.pad(view.hidden, (0, padded), constant_values=True).reshape(-1, length)
@@ -736,15 +740,19 @@ def _cohort_view(noise: SumNoise, size: int) -> View:
     clients = noise.clients
     adds = noise.clients_add
     others = clients - noise.insider
+    # An insider in the cohort knows its own noise, so that one participant fewer adds noise.
     company = max(size - noise.insider, 1)
     least = np.maximum(noise.above, _least(adds, company, clients))
     view = plain_view(multiplier(least, noise.weights), f"Gaussian, {noise.adjacency}")
     view = view._replace(replaced=noise.replaced)
+    # Equal weights of a cohort of fixed size have one sum, so that the divisor reveals nothing.
     hides = noise.hides_cohort or bool(np.all(noise.weights == noise.weights[:, :1]))
     steady = _most(adds, size, clients) <= noise.floor * (1 + ROUNDING)
+    # Equal noise of all clients has the same variance on the sum, whoever takes part.
     even = adds.max(axis=1) <= adds.min(axis=1) * (1 + ROUNDING)
     if size < others and hides and np.all((steady | even) & (least.min(axis=1) > 0)):
         amplified = Amplified(
+            # Under replace-one an update may turn into its opposite, at twice the sensitivity.
             multiplier=np.sqrt(least.min(axis=1)) / (2 * noise.weights.max(axis=1)),
             divergences=functools.partial(
                 accountants.without_replacement, clients=others, size=size
@@ -762,6 +770,7 @@ def _least(noise: np.ndarray, company: int, clients: int) -> np.ndarray:
         return noise * min(company, clients)
     ordered = np.sort(noise, axis=1)
     quietest = ordered[:, : company - 1].sum(axis=1, keepdims=True)
+    # If client i is among the quietest itself, the next quietest client completes the cohort.
     return quietest + np.maximum(noise, ordered[:, company - 1 : company])
 
 

@@ -39,6 +39,7 @@ def widen(tree: Tree) -> Tree:
     """Round magnitudes below 2^63 to integers, exactly."""
 
     def leaf(x: Float[Array, "*S"]) -> Wide:
+        # The low word of -1 is 2^32 - 1, which single precision cannot represent.
         size = jnp.round(jnp.abs(x))
         high = jnp.floor(size * 2.0**-32)
         low = (size - high * 2.0**32).astype(jnp.uint32)
@@ -54,6 +55,7 @@ def narrow(tree: Tree) -> Tree:
         if not isinstance(x, Wide):
             return x.astype(jnp.float32)
         negative = x.high < 0
+        # The words of -1 are -1 and 2^32 - 1, whose sum in single precision would be 0.
         size = _with_sign(negative, x)
         value = size.high.astype(jnp.float32) * 2.0**32 + size.low.astype(jnp.float32)
         return jnp.where(negative, -value, value)

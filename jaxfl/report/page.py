@@ -325,6 +325,7 @@ def _client_scores(
     columns = {name: column for name, column in columns.items() if column is not None}
     # Arrays of objects hold Python's own numbers, whatever the type of a column.
     lines = np.column_stack([np.asarray(column, object) for column in columns.values()])
+    # The files do not say which direction is better, but the worst tenth is on the worse side.
     higher_is_better = (last.get(f"{headline}_worst10") or 0) <= (last.get(headline) or 0)
     # Clients with NaN come last.
     order = np.argsort(values if higher_is_better else -values, kind="stable")

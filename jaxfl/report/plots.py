@@ -136,7 +136,9 @@ def svg(figure: Figure, name: str) -> str:
     around = r"^.*?(?=<svg )|<metadata>.*?</metadata>|<!--.*?-->"
     element = re.sub(around, "", text.getvalue(), flags=re.DOTALL)
     element = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}-", element)
+    # Matplotlib's style of all elements would apply to the rest of the page too.
     element = element.replace(">*{", ">svg *{", 1)
+    # The page's style makes a figure as wide as its column, and the view box keeps its shape.
     element = re.sub(r'\b(width|height)="[^"]*pt" ', "", element, count=2)
     label = f'<svg role="img" aria-label="{html.escape(name)}" '
     return re.sub(r"^<svg ", label, element).strip()

@@ -149,6 +149,7 @@ def membership(
 
     def all_losses() -> Losses:
         found = {
+            # JAX would move a last block that does not fit forwards, over other losses.
             split: jnp.zeros(size.sum() + _EXAMPLES_PER_PASS, jnp.float32)
             for split, size in sizes.items()
         }

@@ -344,6 +344,7 @@ class CandidateRuns:
             stop.args = (f"{which}: {stop}",)
             raise
         except Exception as error:
+            # All processes would have to halve the points, and the others may have no error.
             if jax.process_count() > 1 or not out_of_memory(error):
                 error.add_note(f"raised by {which}")
                 raise
@@ -469,6 +470,7 @@ def _fixed(method: Candidate, clients: Clients, rounds: int) -> frozenset[str]:
     open_names = numbers
     if numbers and not works(numbers):
         open_names = [name for name in numbers if works([name])]
+        # Arguments that can be open one by one may still not be open together.
         open_names = open_names if open_names and works(open_names) else []
     return frozenset(values.keys() - set(open_names))
 

@@ -298,6 +298,7 @@ def _check_fields(algorithm: Algorithm) -> None:
         check_callable(f"algorithm.{name}", getattr(algorithm, name))
     read = algorithm.reads_sampling
     drawn = algorithm.mechanism.sampling
+    # `Dropouts` compares by identity, because it holds an array. Facts compare by value.
     if read is not None and of_value("", read) != of_value("", drawn):
         raise ValueError(
             f"algorithm.mechanism must draw cohorts by the sampling of which {algorithm.name!r} "
@@ -426,11 +427,7 @@ def _check_model(model: Model, clients: Clients, key: Any) -> Tree:
 
 
 def _check_task(task: Task, outputs: Any, labels: Any) -> None:
-    """Require a loss for each example, and at least one metric, whose value is a single number."""
-    if not task.metrics:
-        raise ValueError(
-            f"task.metrics must have at least one metric, got none for task={task.name!r}. Add one."
-        )
+    """Require a loss for each example, and metrics whose value is a single number."""
     losses = _trace(f"task={task.name!r}: loss", task.loss, outputs, labels)
     if losses.shape != (2,):
         raise ValueError(

@@ -53,6 +53,7 @@ class Checkpoints:
 
     def __init__(self, folder: pathlib.Path, fingerprint: Facts, plan: EvaluationSchedule) -> None:
         self._folder = folder.absolute()
+        # Facts from a file have lists in place of tuples, and must compare as equal.
         self._fingerprint = json.loads(json.dumps(fingerprint))
         if unreadable := [part for part in self._folder.parts if set(_UNREADABLE) & set(part)]:
             raise ValueError(
@@ -90,6 +91,7 @@ class Checkpoints:
                 "round": rounds,
                 "files": _file_hashes(unfinished),
             }
+            # The manifest comes last, because it holds the hashes of all other files.
             write_json(unfinished / _MANIFEST, {"sha256": _of_json(content)} | content)
             own = self._folder / str(rounds)
             # A damaged checkpoint may have the name.
@@ -97,6 +99,7 @@ class Checkpoints:
             _check_own(own)
             unfinished.rename(own)
             previous = self._intact if schedule.states else rounds
+            # Older states go only now, after the new one has its final name.
             for other in {*self._steps()} - {rounds, previous}:
                 _remove(self._folder / str(other))
         self._intact = rounds
@@ -182,6 +185,7 @@ class Checkpoints:
         newest = (self._steps() or [0])[-1] if self._folder.exists() else -1
         # float32 represents 24 bits exactly.
         digest = int(_of_json([self._fingerprint, self._plan])[:6], 16)
+        # A maximum of negative numbers is a minimum, so that one exchange finds both ends.
         most, least, most_digest, least_digest = processes.maximum(newest, -newest, digest, -digest)
         if most != -least:
             raise ValueError(
@@ -229,6 +233,7 @@ class Checkpoints:
                 _check_files(folder, content["files"])
         except DamagedError as error:
             problem = error
+        # Only process 0 checks the files, and all processes must reject a state together.
         if processes.maximum(problem is not None)[0]:
             raise problem or DamagedError("see the error on process 0")
         like = shapes(schedule)

@@ -222,6 +222,7 @@ def _on_devices(num_devices: int, split: bool) -> str:
 
 def _differing(stored: Facts, current: Facts) -> list[str]:
     """Return the names of facts that differ, without facts that follow from others."""
+    # Some facts have the value None, so that None cannot stand for a missing fact.
     missing = object()
     causes: list[str] = []
     parts: list[str] = []
@@ -268,6 +269,7 @@ def _of_array(value: Any) -> str:
         kind = ""
         array = np.asarray(value)
     digest = hashlib.sha256(f"{kind} {array.dtype.name} {array.shape}".encode())
+    # NumPy exports no buffer of bfloat16, and a view as bytes needs at least one axis.
     digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
 

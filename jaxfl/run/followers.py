@@ -31,6 +31,7 @@ class Health(Follower):
     def begin(self, loop: Loop) -> None:
         """Keep the first weights until the first round is done."""
         if loop.done == 0 and jax.process_count() == 1:
+            # The first call of the rounds donates the weights, so this line reads them before.
             self._weights = loop.models()
 
     def after_rounds(self, loop: Loop, count: int, seconds: float) -> None:

@@ -294,6 +294,8 @@ def _count(records: Sequence[Records]) -> tuple[int, int]:
     """Return the number of dropped updates, and the number of all updates."""
     dropped = sum(int(record.nonfinite.sum()) for record in records)
     participations = sum(
-        int(record.info["participants"].sum(dtype=np.float64)) for record in records
+        # A sum in single precision is not exact beyond 2^24 updates.
+        int(record.info["participants"].sum(dtype=np.float64))
+        for record in records
     )
     return dropped, participations

@@ -59,6 +59,7 @@ class Lock:
         """Release the folder's lock, and empty the file that names the process."""
         if self._file is None:
             return
+        # The lock is still held here, so that the file cannot have the next owner's name yet.
         if self._signed:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, 0)
@@ -67,6 +68,7 @@ class Lock:
         self._signed = False
 
     def _take(self, shared: bool) -> None:
+        # A second descriptor would conflict with the lock that this object holds.
         self.close()
         if self.folder is None:
             return
@@ -120,6 +122,7 @@ class Lock:
         # The disk may be full.
         with contextlib.suppress(OSError):
             os.ftruncate(self._file, 0)
+            # A later run would take a part of the line for a file of another program.
             if os.pwrite(self._file, content, 0) < len(content):
                 os.ftruncate(self._file, 0)
         self._signed = True

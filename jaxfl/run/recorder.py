@@ -63,9 +63,9 @@ class Result(NamedTuple):
     audit: Scores | None = None
     """Scores of the canaries, or None without an audit."""
     dropped: float = 0.0
-    """Share of updates that were not finite and were dropped.
+    """Dropped updates, which were not finite, over those of clients with training examples.
 
-    Only updates of clients with training examples count.
+    This is at most 1.
     """
     origin: Origin | None = None
     """What `model` needs besides the states."""
@@ -384,9 +384,10 @@ class Journal:
         )
 
     def _dropped(self, ledger: Ledger, done: int) -> float:
-        """Return the share of dropped updates among those of clients with training examples."""
+        """Return the dropped updates over the updates of clients with training examples."""
         participations = int(ledger.participants.sum(0)[self.trains].sum())
         dropped = int(self.recorded.records.nonfinite[:done].sum())
+        # Updates of clients without examples may be dropped too, so the ratio may exceed 1.
         return min(1.0, dropped / participations) if participations else 0.0
 
     def _row(self, index: int) -> dict[str, float | int]:
@@ -456,6 +457,7 @@ class Journal:
         plan = planned_ledger(
             algorithm.mechanism, self.num_clients, self.plan.rounds, algorithm.dp_sgd
         )
+        # Participants stay booleans, which take a quarter of the memory, or repeat one row.
         numbers = plan._replace(participants=np.zeros(()))
         single = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), numbers)
         return single._replace(participants=plan.participants)

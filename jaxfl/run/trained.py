@@ -162,7 +162,7 @@ def personal_privacy(algorithm: Algorithm, client: int | None) -> str:
         owner = (
             "Only a client may have its own model."
             if client is None
-            else (f"Only client {client} may have this model.")
+            else f"Only client {client} may have this model."
         )
         return owner + _BY_PRIVATE_STEPS
     return _PERSONAL_MODELS if client is None else _PERSONAL.format(client)

@@ -93,6 +93,20 @@ def test_datasets_on_disk_become_pictures_with_owners(tmp_path):
     assert not len(single.test_labels)
 
 
+def test_single_numbers_and_pictures_of_one_colour_get_an_axis():
+    datasets = pytest.importorskip("datasets")
+    pixels = np.arange(12.0).reshape(3, 2, 2) / 12
+    for single, picture in (([0.5, 1.5, 2.5], pixels), ([0, 1, 2], pixels > 0.5)):
+        columns = {"who": ["a", "b", "b"], "y": [0, 1, 1]}
+        whole = datasets.Dataset.from_dict(
+            columns | {"single": single, "picture": np.asarray(picture).tolist()}
+        )
+        numbers = from_huggingface(whole, owner="who", input="single", label="y")
+        assert np.asarray(numbers.train_inputs).tolist() == [[value] for value in single]
+        pictures = from_huggingface(whole, owner="who", input="picture", label="y")
+        np.testing.assert_allclose(pictures.train_inputs[..., 0], picture, rtol=1e-6)
+
+
 def test_texts_and_lists_of_several_lengths_name_what_reads_them():
     datasets = pytest.importorskip("datasets")
     whole = datasets.Dataset.from_dict({"who": [1], "text": ["to be"], "y": [0]})

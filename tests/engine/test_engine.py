@@ -12,6 +12,7 @@ from jaxfl.engine.evaluate import compile_evaluation, summarize
 from jaxfl.engine.mesh import place
 from jaxfl.engine.program import compile_rounds, initialize
 from jaxfl.local.train import LocalSGD
+from jaxfl.privacy import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import FixedSize, Full, Poisson
 from jaxfl.tasks import classification
@@ -156,6 +157,26 @@ def test_nonfinite_updates_are_dropped_and_counted(value, chunk):
     np.testing.assert_allclose(
         flat(center.server.params), flat(other.server.params), rtol=1e-5, atol=1e-6
     )
+
+
+def test_infos_are_means_over_clients_whose_states_are_finite():
+    """A state does not decide whether an update by private steps is sent, but its infos do not count."""
+    local = DPSGD(clip=1.0, noise_multiplier=1.0, rate=0.5, steps=2)
+    base = dp_fedavg(MODEL, clip=CLIP, noise_multiplier=0.0, sampling=Full(), local=local)
+
+    def client_update(key, server, client, data):
+        del client
+        message, _, info = base.client_update(key, server, (), data)
+        return message, jnp.where(data.size == 7, jnp.nan, 1.0), info | {"one": jnp.float32(1)}
+
+    method = base._replace(
+        init=lambda key, number: (base.init(key, number)[0], jnp.zeros(number)),
+        client_update=client_update,
+    )
+    step, center, states = start(method, small_clients())
+    *_, records = step(KEY, 0, 2, center, states)
+    assert list(records.nonfinite[:2]) == [0, 0]
+    np.testing.assert_array_equal(records.info["one"][:2], 1.0)
 
 
 def test_temporary_memory_does_not_grow_with_the_cohort():

@@ -121,6 +121,21 @@ def test_beside_a_large_client_small_ones_compute_the_same_and_no_more(build, lo
     assert longest_axis(large.jaxpr) >= LARGE
 
 
+def test_nobody_waits_for_padding():
+    """12 participants in chunks of 5 leave 3 lanes empty, and 2 of the participants have no examples."""
+    sizes = []
+    base = method(dp_fedavg, LocalSGD(optax.sgd(0.1), 4), AllButTheLast())
+
+    def client_update(key, server, client, data):
+        jax.debug.callback(lambda size: sizes.append(int(size)), data.size)
+        return base.client_update(key, server, client, data)
+
+    several = clients_of((*SMALL, LARGE))
+    computed(base._replace(client_update=client_update), several, 5, "rounds")
+    jax.effects_barrier()
+    assert sorted(sizes) == sorted([*SMALL, 0, 0, 0] * 2)
+
+
 @pytest.mark.parametrize("chunk", [1, 4])
 def test_clients_of_all_sizes_train_like_their_plain_twins(chunk):
     sizes = (2, 3, 1, 2, 3, 600) + (2,) * 20

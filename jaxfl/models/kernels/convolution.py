@@ -75,6 +75,7 @@ def _convolve_with_residuals(
         y, winner = _pool(rows, plan, options.pairs)
     else:
         y = _join_rows(rows, plan.high)
+    # Bias and ReLU commute with a maximum, and pooled maps have a quarter of the numbers.
     y = y + bias[:, None, None, None]
     y = jax.nn.relu(y) if options.relu else y
     if winner is None:
@@ -117,6 +118,8 @@ def _backward_rule(
     if options.sum_grad_squared:
         padded = _padded(x, plan, options.padding)
         odd = kernel.shape[1] % 2
+        # A first layer then omits the unpooled gradient, which nothing else needs. Pairs of
+        # columns need an odd kernel.
         if d_x is None and options.pool and odd:
             squares = _pooled_squares(padded, route, dy, kernel.shape, options.pairs)
         else:
@@ -375,6 +378,7 @@ def _batch_first(x: Array) -> Array:
     XLA's own transposition misses the cache each time.
     """
     k, h, w, n = x.shape
+    # The default precision of accelerators would round the numbers that the identity copies.
     x = lax.dot_general(
         jnp.eye(n, dtype=x.dtype),
         x.reshape(-1, n),

@@ -441,6 +441,7 @@ def _to_pooled(layer: _ConvolutionLayer, x: Array, kernel: Array, bias: Array) -
                     where = jnp.where(stays, where, jnp.full(zero.shape, place, jnp.int32))
                 best = best + bias[client, first + f]
                 columns = pl.ds(written.at((first + f) * parts + part), written.stride)
+                # A maximum might hide NaN.
                 pooled[client, line, columns, :] = jnp.where(best <= 0, zero, best)
                 where = jnp.where(best > 0, where, jnp.full(zero.shape, _DEAD, jnp.int32))
                 routes = routes | (where << _BITS * f)

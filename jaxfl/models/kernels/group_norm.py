@@ -45,6 +45,7 @@ def _forward(
 ) -> tuple[Array, tuple]:
     rows = _as_rows(x)
     mean, square = group_means(_sums(rows, rows * rows, x.shape), x.shape, options)
+    # Rounding may leave a small variance below 0.
     variance = jnp.maximum(square - mean**2, 0)
     gain = lax.rsqrt(variance + options.epsilon)
     slope = gain * scale[:, None]
@@ -116,4 +117,5 @@ def _along_rows(factors: Float[Array, "k c n"], shape: tuple[int, ...]) -> Float
     XLA would fuse a plain repetition into every use, element by element.
     """
     copies = jnp.tile(jnp.eye(shape[3]), shape[2])
+    # The default precision of accelerators would round the factors that this product copies.
     return jnp.matmul(factors, copies, precision="highest")[:, :, None]

@@ -56,6 +56,7 @@ def convolve_grouped(x: Array, kernel: Array, options: PlainOptions = PlainOptio
 
 
 def _grouped_forward(x: Any, kernel: Any, options: PlainOptions) -> tuple[Array, tuple]:
+    # Newer versions of JAX refuse `convolve_grouped` itself here in forward mode.
     return _grouped_maps(x.value, kernel.value, options), (x.value, kernel.value, x.perturbed)
 
 
@@ -194,6 +195,7 @@ def window_maximum(
         return jnp.where(wins, a, b), jnp.where(wins, i, j)
 
     places = jnp.broadcast_to(_places(windows, axes), windows.shape)
+    # Place 4 is above all others, so that a real place wins in a window of -inf only.
     start = (jnp.array(-jnp.inf, windows.dtype), jnp.int8(4))
     return lax.reduce((windows, places), start, better, axes)
 

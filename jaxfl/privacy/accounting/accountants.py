@@ -102,7 +102,7 @@ _MOST_AMPLIFIED = 8
 _MOST_WORK = 64
 """Most levels of all kinds of clients together. Beyond it one kind stands for all."""
 
-LEAST = 1e-60
+_LEAST_NOISE = 1e-60
 """Smallest noise multiplier that counts as noise: accountants take inverse squares."""
 
 # Runs that differ only by their seed share their accounting.
@@ -224,6 +224,7 @@ def most_exposed(view: View) -> View:
     if not view.hidden.all():
         return view
     kinds, _ = _group_clients(view)
+    # The first row is the total of plain rounds, of which there are none here.
     return worst_client(view._replace(multiplier=kinds[1:]))
 
 
@@ -289,6 +290,7 @@ def _rdp_epsilon(
     spent = repeats * (order / 2 + excess) / unsampled**2
     for level, count in sampled:
         if replaced:
+            # This function returns all orders. The slice below drops those above `most`.
             divergences = replaced_divergences(level, rate)
         else:
             divergences = sampled_divergences(level, rate, most)
@@ -355,6 +357,7 @@ def _pld_epsilon(
         # Composing two copies in one call takes the library as long as six one by one.
         parts += [losses] * times if times < 6 else [losses.self_compose(times)]
     if math.isfinite(plain):
+        # Repeated Gaussians are one Gaussian, exactly, which needs no composition on the grid.
         parts.append(_privacy_losses(plain / math.sqrt(repeats), 1.0, replaced, interval))
     total = functools.reduce(lambda first, second: first.compose(second), parts)
     return float(total.get_epsilon_for_delta(delta))
@@ -405,6 +408,7 @@ def _on_grid(multiplier: float, rate: float, sign: int, interval: float) -> Any:
         inside = sign * epsilons > least
         loss = sign * epsilons[inside]
         unsampled = loss - math.log(rate) + np.log(-np.expm1(least - loss))
+    # Where all losses exceed epsilon, delta is 1 - e^epsilon. Where none does, delta is 0.
     deltas = -np.expm1(np.minimum(epsilons, 0.0))
     x = -sign * (0.5 + multiplier**2 * unsampled)
     deltas[inside] = losses.mu_upper_cdf(x) - np.exp(epsilons[inside] + losses.mu_lower_log_cdf(x))
@@ -426,7 +430,7 @@ def _gaussian_epsilon(plain: float, delta: float, repeats: int, replaced: bool) 
 
 def _vanishing(plain: float, sampled: Levels) -> bool:
     """Return whether some multiplier is too small for accountants, which square it."""
-    return min([plain, *(level for level, _ in sampled)]) < LEAST
+    return min([plain, *(level for level, _ in sampled)]) < _LEAST_NOISE
 
 
 @_remember
@@ -508,6 +512,7 @@ def replaced_divergences(multiplier: float, rate: float) -> Float[np.ndarray, "o
 
 def _log_mixture(u: Float[np.ndarray, "x"], rate: float) -> Float[np.ndarray, "x"]:
     """Return log(1 - q + q exp(u)) to full precision, also for small q."""
+    # `where` computes both forms, and for large u this unused one would overflow.
     small = np.log1p(rate * np.expm1(np.minimum(u, 30.0)))
     return np.where(u < 30, small, np.logaddexp(math.log1p(-rate), math.log(rate) + u))
 
@@ -530,7 +535,7 @@ def round_down(
         return values
     levels = np.geomspace(values[finite].min(), values[finite].max(), most)
     rounded = values.copy()
-    rounded[finite] = levels[np.searchsorted(levels, values[finite] * (1 + 1e-9), side="right") - 1]
+    rounded[finite] = levels[np.searchsorted(levels, values[finite], side="right") - 1]
     return rounded
 
 

@@ -175,6 +175,7 @@ def calibrate(
     def exposed(factor: float) -> Exposure:
         noise = tuple((factor * scale).tolist())
         multiplier = noise if len(noise) > 1 else noise[0]
+        # Noise is in multiples of the clip bound, so any finite bound gives this epsilon.
         probe = dataclasses.replace(base, clip=1.0, noise_multiplier=multiplier)
         limits: dict[str, Any] = {"participations": participations, "separation": separation}
         return planned_exposure(probe, clients, rounds, stateful=stateful, **limits)
@@ -235,6 +236,7 @@ def calibrate_upload(
     74.6
     """
     delta = failure_probability(delta, clients)
+    # Under replace-one the sensitivity is 2C, so that noise of 1 has a multiplier of 0.5.
     exposure = Exposure(plain_view(np.full((1, 1), 0.5), "Gaussian"), participations)
     return needed_noise(exposure, epsilon, delta, accountant)
 
@@ -280,6 +282,7 @@ def rough_noise(exposure: Exposure, target: float, delta: float) -> float:
     total = accountants.total_multiplier(view.multiplier.min(axis=1)) / math.sqrt(repeats)
     gaussian = view.rate * dp_accounting.get_sigma_gaussian(target, delta) / float(total)
     order = accountants.MOST_ROUGH
+    # This is the epsilon of a divergence of 0 at the highest order of rough searches.
     if target <= math.log1p(-1 / order) - math.log(delta * order) / (order - 1):
         return gaussian
     return _search(
@@ -344,6 +347,7 @@ def _search(
     # Noise that is enough, and its epsilon, at most the target.
     high = math.inf
     below = 0.0
+    # An aim inside the allowed band leaves room on both sides for guesses that miss.
     aim = target * (1 - 0.4 * slack)
     attempt = 0
     while below < target * (1 - slack) and high > low * (1 + 2e-5) and attempt < _MOST_ATTEMPTS:

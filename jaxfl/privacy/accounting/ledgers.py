@@ -363,6 +363,7 @@ def running_epsilon(
                 f"done must be at most {known}, the rounds of the mechanism's schedule, "
                 f"got {done!r}. Give fewer rounds."
             )
+        # Tables of a schedule fit no fewer rounds, and a plan has at least one round.
         length = known if known > 1 else max(done, 1)
         return first_rounds(planned_ledger(mechanism, clients, length, dp_sgd), done)
 
@@ -389,6 +390,7 @@ def running_epsilon(
         upload = min(client(ledger, "upload").values()) if mechanism.clients_noisy else None
         least = min(sums.values())
         if upload is not None:
+            # Sums are post-processing of uploads, so a bound of uploads holds for sums too.
             least = min(least, upload)
         of_example = None if dp_sgd is None else example(ledger)
         return Spent(least, sums["rdp"], upload, of_example)

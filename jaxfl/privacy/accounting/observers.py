@@ -170,6 +170,7 @@ def brought(
     participants: Bool[Any, "T C"], noise: Float[np.ndarray, "T #C"]
 ) -> Float[np.ndarray, "T"]:
     """Return the sum of the participants' noise, as variances, in each round."""
+    # A plan may have `Turns` as participants, which take memory, or raise an error, once read.
     if not np.any(noise):
         return np.zeros(len(noise))
     return np.einsum("tc,tc->t", participants, np.broadcast_to(noise, participants.shape))

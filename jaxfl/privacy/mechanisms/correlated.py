@@ -92,6 +92,7 @@ class CorrelatedNoise(Mechanism):
             )
         super().check_fits(clients, rounds)
         error = rounding_error(self.strategy(min(rounds, _SEEN)), rounds)
+        # A strategy that overflows may have an error of NaN, which must not pass either.
         if not error <= ROUNDING:
             inherited = {field.name for field in dataclasses.fields(Mechanism)}
             own = [field.name for field in dataclasses.fields(self) if field.name not in inherited]
@@ -131,11 +132,12 @@ class CorrelatedNoise(Mechanism):
         rounds = len(ledger.participants)
         if view.whole or observer == "upload" or self.bands_at_most == 1:
             return view
-        norm = float(np.linalg.norm(self.strategy(rounds)))
+        strategy = self.strategy(rounds)
+        norm = float(np.linalg.norm(strategy))
         if self.sampling.gap >= self.bands_at_most and view.hidden.all():
             return view.scaled(1 / norm)._replace(theorem=f"{view.theorem}, banded factorisation")
         adjacency = "replace-one" if replaced else "zero-out"
-        exposure = norm if one_round else exposures(self.strategy(rounds), ledger.participants)
+        exposure = norm if one_round else exposures(strategy, ledger.participants)
         with np.errstate(divide="ignore"):
             multiplier = np.atleast_2d(np.min(view.multiplier) / exposure)
         run = one_gaussian(0.0, f"Gaussian, {adjacency}, matrix factorisation", view.why_infinite)
@@ -334,6 +336,7 @@ def blt(buffers: int, rounds: int, separation: int = 1, participations: int | No
     turns = Turns(1, rounds, separation, participations)
 
     def numbers(point: Float[np.ndarray, "P"]) -> tuple[np.ndarray, np.ndarray]:
+        # The search has no bounds. Every point gives scales of at most 1 and decays below 1.
         return np.exp(np.minimum(point[:buffers], 0.0)), scipy.special.expit(point[buffers:])
 
     def cost(point: Float[np.ndarray, "P"]) -> float:
@@ -345,6 +348,7 @@ def blt(buffers: int, rounds: int, separation: int = 1, participations: int | No
 
     span = np.geomspace(0.5, max(1.0, rounds / 2), buffers)
     start_scales = np.log(0.4 / np.arange(1, buffers + 1) ** 2)
+    # expit(log s) is s / (1 + s), so that a buffer begins with a memory of about s rounds.
     start = np.r_[start_scales, np.log(span)]
     options = {"maxiter": 400 * buffers, "fatol": 1e-6}
     best = scipy.optimize.minimize(cost, start, method="Nelder-Mead", options=options)
@@ -373,6 +377,7 @@ def exposures(
         return np.array([worst_exposure(strategy, participants)])
     # A stride of 0 repeats one client, as in a plan.
     if participants.strides[1] == 0:
+        # Without the copy the stride would be 0 again, and the calls would never end.
         return exposures(strategy, participants[:, :1].copy())
     bits = np.ascontiguousarray(np.packbits(participants, axis=0).T)
     # Texts are sorted much faster than rows.

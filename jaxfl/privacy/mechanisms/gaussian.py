@@ -541,6 +541,7 @@ def noise_share(noise_multiplier: Any, sampling: Sampling, clients: int) -> Any:
 
     It is :math:`z / \sqrt{qN}`.
     """
+    # NumPy cannot convert a sweep's traced number, which division takes as it is.
     by_round = isinstance(noise_multiplier, list | tuple)
     std = np.asarray(noise_multiplier) if by_round else noise_multiplier
     return std / math.sqrt(sampling.expected(clients))

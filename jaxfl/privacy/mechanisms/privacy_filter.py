@@ -147,6 +147,7 @@ class PrivacyFilter(Mechanism):
             numbers = numbers._replace(client_noise=noise)
             notes = {"release_noise": jnp.float32(self.release.noise)}
         if self.least_total:
+            # The engine adds costs in single precision, and `_check` in double precision.
             budget = self.least_total**-2 * (1 - ROUNDING)
             sampled &= memory.spent + self._costs(numbers.client_noise) <= budget
         return Cohort(sampled, numbers, notes)
@@ -186,6 +187,7 @@ class PrivacyFilter(Mechanism):
         aggregate, std, _ = super().aggregate(key, memory, cohort, total, mesh)
         released, spent = memory
         if self.release is not None:
+            # Rows are in the order of clients. `set` drops an index behind the last client.
             clients = jnp.nonzero(cohort.sampled, size=len(total.rows), fill_value=len(released))[0]
             released = released.at[clients].set(total.rows, mode="drop")
         if self.least_total:

@@ -140,6 +140,7 @@ class TrimmedMean(Robust):
 
     def combine(self, rows: Tree, present: Bool[Array, "R"], count: Int[Array, ""]) -> Tree:
         """Return the mean of the values that are left."""
+        # A product that is a whole number on paper may round to just below.
         cut = jnp.floor(self.share * count + 1e-6).astype(count.dtype)
         rank = jnp.arange(len(present))
         included = (rank >= cut) & (rank < count - cut)
@@ -182,11 +183,13 @@ class Krum(Robust):
             # |a|^2 + |b|^2 - 2 a b would lose the digits of close updates.
             return jnp.sum((flat - row[None]) ** 2, axis=1)
 
+        # All pairs of rows at once would have R^2 D differences in memory.
         distances = jax.lax.map(distances_to, flat)
         other = present[None] & ~jnp.eye(len(flat), dtype=bool)
         nearest = jnp.sort(jnp.where(other, distances, jnp.inf), axis=1)
         counted = (jnp.arange(len(flat)) < jnp.maximum(count - self.byzantine - 2, 1))[None]
         score = jnp.sum(jnp.where(counted & jnp.isfinite(nearest), nearest, 0.0), axis=1)
+        # Ranks are distinct, so that equal scores let in no more than `keep` updates.
         rank = jnp.argsort(jnp.argsort(jnp.where(present, score, jnp.inf)))
         included = present & (rank < self.keep)
 

@@ -148,6 +148,7 @@ class Skellam(Mechanism):
                 f"sampling={show(self.sampling)}, dropout={show(self.dropout)}. "
                 "Sweep other numbers, or run the points one by one."
             )
+        # A product that rounds to just above a whole number must not ask for one more share.
         return max(1, math.ceil((1 - self.dropout) * expected - 1e-9))
 
     def init(self, key: Key[Array, "*S"], update: Callable[[], Tree], clients: int) -> Shares:
@@ -218,6 +219,7 @@ class Skellam(Mechanism):
             return upload_view(ledger)._replace(theorem=theorem, variance=of_share)
         shares = np.asarray(ledger.notes["shares"], np.float64)
         if observer == "client":
+            # The only share of a round is the exposed client's own, which nobody else knows.
             shares = np.maximum(shares - 1, np.minimum(shares, 1))
         level = np.asarray(ledger.noise_multiplier, np.float64) * (1 - _ROUNDED)
         # Nobody is exposed in a round without participants.
@@ -250,6 +252,7 @@ class Skellam(Mechanism):
         shares = np.asarray(ledger.notes["shares"])
         levels = np.asarray(ledger.noise_multiplier, np.float64)
         longest = self.steps / levels.min()
+        # The exponential may underflow, and a bound of 0 would be false.
         wraps = max(math.exp(self._log_wraps(clients, longest, self.bits)), 1e-300)
         lines = [
             f"distributed noise: each participant adds a Skellam share, and "

@@ -71,11 +71,13 @@ from jaxfl.privacy import (
     Dropouts,
     Extrapolated,
     FixedSize,
+    Full,
     Krum,
     Mechanism,
     Median,
     MinSeparation,
     Poisson,
+    Sampling,
     Skellam,
     TrimmedMean,
 )
@@ -293,6 +295,16 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
         prior_corrected(dp_fedavg(MODEL, **private(z, sgd))), local=passes(0.1)
     ),
 }
+
+SAMPLERS: dict[str, Sampling] = {
+    "full": Full(),
+    "poisson": Poisson(0.5),
+    "fixed size": FixedSize(6),
+    "cyclic": CyclicPoisson(0.3, 2),
+    "separated": MinSeparation(3, 2),
+    "bins": BallsInBins(4),
+}
+"""Every sampler, for the clients of `SIZES`."""
 
 SEND_WEIGHTS = ("padpfl_paper", "pdp_fl_paper")
 MECHANISMS: dict[str, Mechanism] = {

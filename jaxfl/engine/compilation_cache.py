@@ -127,6 +127,7 @@ def _cached_files(folder: Path) -> Iterator[tuple[float, int, str]]:
                 continue
             with contextlib.suppress(FileNotFoundError):
                 stat = file.stat(follow_symlinks=False)
+                # Some file systems do not record when a file is read.
                 yield max(stat.st_atime, stat.st_mtime), stat.st_size, file.path
 
 

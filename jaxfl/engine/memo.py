@@ -83,6 +83,7 @@ def remembered(key: tuple[Hashable, ...], make: Callable[[], T]) -> T:
         if key_with_flags in _KEPT:
             _KEPT.move_to_end(key_with_flags)
             return _KEPT[key_with_flags]
+    # Threads compile programs side by side, so none holds the lock meanwhile.
     value = make()
     with _LOCK:
         _KEPT[key_with_flags] = value

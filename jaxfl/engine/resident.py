@@ -117,6 +117,7 @@ class Resident(Engine):
     def rounds(self, start: int, count: int) -> Records:
         assert self.program is not None
         arguments = self._arguments(start, count)
+        # A transfer in every call would slow a run without any sign, so JAX raises an error.
         with jax.transfer_guard("disallow"):
             self.center, self.states, records = self.program.step(*arguments)
         return jax.device_get(records)

@@ -309,8 +309,8 @@ def answer(results: Mapping[str, Result], counter: Result | None = None) -> str:
         "predictions by each client's own shares of classes (`prior_corrected`) "
         f"{changed}.",
         "2. **One recipe.** DP-FedAvg that each client adapts and mixes with a model of its own "
-        f"(`dp_fedavg_mixed`) differs from training alone by {floor[small]} points at ε "
-        f"{number(small)} and by {floor[large]} at ε {number(large)}.",
+        f"(`dp_fedavg_mixed`) is {floor[small]} points above training alone at ε "
+        f"{number(small)}, and {floor[large]} at ε {number(large)}.",
         f"3. **Others.** {_others(places, (small, large))}",
     ]
     if counter:
@@ -416,10 +416,10 @@ def _others(places: Sequence[Result], epsilons: Sequence[float]) -> str:
             rival = _rival(place, epsilon)
             gains[f"{rival}, {where}, ε {number(epsilon)}"] = _gain(place, rival, RECIPE, epsilon)
     highest = max(gains, key=lambda named: gains[named])
-    found = "No other private method, picked on test examples in its favour, is "
+    found = "Even if test examples pick the best other private method of each place, it is "
     if gains[highest] <= 0:
-        return f"{found}above that recipe at any place."
-    return f"{found}more than {gains[highest]:.1f} points above that recipe ({highest})."
+        return f"{found}never above the recipe."
+    return f"{found}at most {gains[highest]:.1f} points above the recipe ({highest})."
 
 
 def _rival(result: Result, epsilon: float) -> str:
@@ -453,7 +453,7 @@ def counter_run(result: Result) -> str:
         epsilons = _tried_epsilons(own)
         gains = counter_gains(own, places[name]) if name in places else {}
         head = [f"validation %, ε {number(epsilon)}" for epsilon in epsilons]
-        head += [f"test less the recipe, ε {number(epsilon)}" for epsilon in epsilons]
+        head += [f"test score minus the recipe's, ε {number(epsilon)}" for epsilon in epsilons]
         lines = []
         for method, rows in own["tried"].items():
             scores = [f"{100 * _best_validation(rows, epsilon):.1f}" for epsilon in epsilons]

@@ -411,7 +411,7 @@ def _others(places: Sequence[Result], epsilons: Sequence[float]) -> str:
     """Return how far other methods are above the recipe at most, with the place and the method."""
     gains: dict[str, float] = {}
     for place in places:
-        where = place["place"]["title"].rpartition(", ")[2]
+        where = ", ".join(place["place"]["title"].split(", ")[-2:])
         for epsilon in epsilons:
             rival = _rival(place, epsilon)
             gains[f"{rival}, {where}, ε {number(epsilon)}"] = _gain(place, rival, RECIPE, epsilon)

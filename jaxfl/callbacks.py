@@ -208,8 +208,8 @@ class EpsilonBudget:
         if value is None or not math.isfinite(value):
             raise ValueError(
                 "epsilon_budget() must be for an observer and a unit that the run protects, got "
-                f"{self.what}, whose epsilon is infinite. Give another observer= or unit=, or give "
-                "the method a larger noise_multiplier."
+                f"{self.what}, which has no finite epsilon. Give another observer= or unit=, or "
+                "give the method a larger noise_multiplier."
             )
         return value
 

@@ -243,7 +243,7 @@ class Model(NamedTuple):
 
     @property
     def functions(self) -> tuple[Any, ...]:
-        """The functions that decide the outputs."""
+        """The functions `init`, `prepare` and `apply`, which decide the model's outputs."""
         return self.init, self.prepare, self.apply
 
     @property

@@ -110,7 +110,7 @@ def test_a_budget_is_never_exceeded_and_used_up():
         (
             "fedavg",
             callbacks.epsilon_budget(100.0),
-            "one client against an observer of sums, whose epsilon is inf",
+            "one client against an observer of sums, which has no finite epsilon",
         ),
         (
             "dp_fedavg",

@@ -104,7 +104,7 @@ def apfl(
     def both(
         outputs: tuple[Array, Array], labels: Array, weights: Float[Array, "B"]
     ) -> Float[Array, ""]:
-        """Return the loss of w. Its gradient is that of the sum of both losses."""
+        """Return a number with the value of w's loss and the gradient of the sum of both."""
         shared_outputs, mixed_outputs = outputs
         mixed = model.task.mean_loss(mixed_outputs, labels, weights)
         shared = model.task.mean_loss(shared_outputs, labels, weights)

@@ -151,10 +151,13 @@ def fit_map(
     Args:
         logits: z, the logits of M blocks of B examples.
         labels: y, the labels.
-        real: Whether a position holds an example, and no padding. Blocks after the last example
+        real: Whether a position holds an example rather than padding. Blocks after the last example
             are not read.
         penalty: :math:`\lambda`.
         steps: Number of steps of Nesterov's method.
+
+    Returns:
+        The fitted map, a function from logits [B, K] to logits [B, K].
 
     >>> logits = jnp.array([[[2.0, 0.0], [0.0, 2.0]]])  # two sure predictions, both wrong
     >>> labels, real = jnp.array([[1, 0]]), jnp.ones((1, 2), bool)

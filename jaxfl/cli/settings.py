@@ -353,9 +353,8 @@ def read_settings(kind: type[_Kind], path: str | os.PathLike) -> _Kind:
         problem = " ".join(str(error).split())[:300]
     else:
         return _settings_from(kind, values, where)
-    raise ValueError(
-        f"config must be a YAML file of settings, got {where} ({problem}). Correct the file."
-    )
+    remedy = "Correct the file." if os.path.exists(path) else "Give the path of a file."
+    raise ValueError(f"config must be a YAML file of settings, got {where} ({problem}). {remedy}")
 
 
 _SCALARS = {

@@ -147,7 +147,7 @@ class _EfficientNet(nn.Module):
 
 
 class _InvertedResidual(nn.Module):
-    """A dense layer to more channels, a depthwise convolution, a dense layer to few channels."""
+    """Inverted residual: a dense layer to more channels, a depthwise one, a dense one to fewer."""
 
     size: int
     stride: int
@@ -195,7 +195,7 @@ class _Depthwise(nn.Module):
 
 
 def _padding(side: int, size: int, stride: int) -> tuple[int, int]:
-    """Return the zeros before and behind a side. If their sum is odd, one more is behind."""
+    """Return the numbers of zeros before and after an axis. An odd one out is after it."""
     total = max((math.ceil(side / stride) - 1) * stride + size - side, 0)
     return total // 2, total - total // 2
 

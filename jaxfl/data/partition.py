@@ -416,7 +416,8 @@ def lists_of(owner: Int[np.ndarray, "D"], clients: int) -> Partition:
 def _proportions(rng: np.random.Generator, clients: int, alpha: float) -> Float[np.ndarray, "C"]:
     """Draw proportions from a symmetric Dirichlet distribution.
 
-    The draw is by log Gamma(a) = log Gamma(a + 1) - Exponential / a, which cannot underflow.
+    The logarithm of a Gamma(a) variable is drawn as that of a Gamma(a + 1) variable minus an
+    exponential variable divided by a, because a variable of small a would underflow.
     """
     alpha = float(np.clip(alpha, 1e-300, 1e300))
     gamma = rng.standard_gamma(alpha + 1, clients)

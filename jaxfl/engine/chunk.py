@@ -87,7 +87,7 @@ def fitting(build: Build, chunk: int, arguments: tuple, *, call: bool = True) ->
     """
 
     def attempted(chunk: int) -> Program:
-        # A chunk of 1 cannot be halved, so that a trial would serve nothing.
+        # A chunk of 1 cannot be halved, so a trial would be pointless.
         program, _ = _tried(build, chunk, arguments, calls=int(call and chunk > 1))
         return program
 

@@ -165,7 +165,8 @@ def everywhere(mesh: Mesh, tree: Tree) -> Tree:
     sharding = NamedSharding(mesh, P())
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
-    # `device_put` is for one process only.
+    # With several processes `device_put` would compare values of the hosts over the network, and
+    # reject arrays that are on devices.
     return jax.jit(_same, out_shardings=sharding)(tree)
 
 

@@ -503,7 +503,7 @@ def blocks_of(padded: int, batch: int) -> tuple[int, int]:
 
 def _lost(params: Params) -> Bool[Array, ""]:
     """Return whether the first numbers of the leaves add up to NaN, after which no step helps."""
-    # Reading all numbers would take time.
+    # Reading all numbers would take time. A NaN that is missed only costs further steps.
     return jnp.isnan(sum(leaf.reshape(-1)[0] for leaf in jax.tree.leaves(params) if leaf.size))
 
 

@@ -166,6 +166,11 @@ def _check_shape(name: str, value: Any) -> Shape:
 
 
 def _check_vector_or_shape(name: str, value: Any) -> tuple[int, ...]:
+    if isinstance(value, int):
+        raise TypeError(
+            f"{name} must be a shape such as (8, 8, 1) or (64,), got {value!r}. "
+            f"Give ({value},) for vectors of {value} numbers."
+        )
     shape = check_counts(name, value)
     return shape if len(shape) == 1 else _check_shape(name, value)
 

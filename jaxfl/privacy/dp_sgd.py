@@ -155,7 +155,7 @@ class DPSGD:
                 "gradient must be None with DPSGD, because it reads every batch twice, "
                 f"got {gradient!r}. Leave it out, or train by LocalSGD."
             )
-        # A layer's draws have nothing in common with batches and noise.
+        # Draws of layers, such as dropout, are independent of batches and noise.
         drawing, own = jax.random.split(key)
         noise = data.noise
         if noise is None:

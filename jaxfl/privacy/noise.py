@@ -168,7 +168,7 @@ def _rounded_gaussian(
 
     # Look-ups promise indices within the table, so that both neighbours must lie in the table.
     nearest = jnp.clip(jnp.round(_guess(bits) + 0.5).astype(jnp.int32), 1, last - 1)
-    # Without a barrier XLA recomputes them for each look-up.
+    # Without a barrier XLA computes indices and words anew for each look-up.
     nearest, first, second = lax.optimization_barrier((nearest, first, second))
     below, above = compare(nearest)
     beyond_below, beyond_above = compare(jnp.where(below, nearest + 1, nearest - 1))
@@ -199,8 +199,8 @@ def _rounded_gaussian(
 def _guess(bits: UInt32[Array, "2 D"]) -> Float[Array, "D"]:
     """Return the approximate magnitude of N(0, STEPS^2) that is exceeded with probability U.
 
-    The polynomials are those of Giles, Approximating the erfinv function, 2010, in the argument's
-    distance from 1.
+    U is the fraction of 64 bits that both rows of `bits` make. The polynomials are those of Giles,
+    Approximating the erfinv function, 2010, evaluated from 1 - x, because x would lose a small U.
     """
     share = bits[0].astype(jnp.float32) * 2.0**-32 + bits[1].astype(jnp.float32) * 2.0**-64
     # The product is 1 - x^2 for x = 1 - share. From x itself, a small share would be lost.

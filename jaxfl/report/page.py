@@ -25,7 +25,7 @@ from jaxfl.report.facts import in_words
 _CLIENTS = 1000
 """Largest number of clients that a page lists, so that it stays below a megabyte."""
 
-_RERUN = "Run again with the same settings, which writes it anew, or remove it."
+_RERUN = "If a run wrote it, remove it and run again with the same settings."
 """Remedy of errors about a file that a run wrote."""
 
 _VERSIONS = ("jaxfl", "jax", "jaxlib", "device", "devices")

@@ -461,7 +461,8 @@ def _fixed(method: Candidate, clients: Clients, rounds: int) -> frozenset[str]:
         fixed = {name: value for name, value in values.items() if name not in names}
         columns = _floats({name: [values[name]] for name in names})
         points = Points(functools.partial(method.build, **fixed), columns)
-        # Any error means that these arguments cannot be open, because all was well without them.
+        # Open arguments are inputs of the compiled program. Any error means that these cannot be
+        # open, because all was well without them.
         with contextlib.suppress(Exception):
             jax.eval_shape(over_points(traced, points))
             return True

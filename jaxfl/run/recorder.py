@@ -346,7 +346,7 @@ class Journal:
             canaries: Scores of the canaries of an audit.
         """
         ledger = jax.tree.map(lambda leaf: leaf[:done], self.recorded.records.ledger)
-        # The last evaluation up to `done` may have failed, so the plan does not give their number.
+        # The last evaluation up to `done` may have failed, so the number comes from the rows.
         evaluations = len(self.metrics)
         history = jax.tree.map(lambda leaf: leaf[:evaluations], self.recorded.scores)
 
@@ -407,7 +407,7 @@ class Journal:
         return row | self.epsilons(self._accounted(done)) | self.traffic
 
     def epsilons(self, ledger: Ledger) -> dict[str, float]:
-        """Return the columns of the privacy cost of some rounds (see `layout.COLUMNS`)."""
+        """Return the privacy cost of some rounds, by column (see `layout.COLUMNS`)."""
         spent = self.spent(ledger)
         columns = {"epsilon": spent.epsilon, "epsilon_rdp": spent.rdp}
         if spent.upload is not None:
@@ -457,7 +457,7 @@ class Journal:
         plan = planned_ledger(
             algorithm.mechanism, self.num_clients, self.plan.rounds, algorithm.dp_sgd
         )
-        # Participants stay booleans, which take a quarter of the memory, or repeat one row.
+        # Participants are not converted: booleans take a quarter of the memory of floats.
         numbers = plan._replace(participants=np.zeros(()))
         single = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), numbers)
         return single._replace(participants=plan.participants)

@@ -37,7 +37,7 @@ def deferred() -> Iterator[Callable[[], int]]:
 
     def restore() -> None:
         for number, old in previous.items():
-            # None stands for a handler that Python cannot set.
+            # None stands for a handler that was set outside of Python, which cannot set it again.
             signal.signal(number, signal.SIG_DFL if old is None else old)
 
     def handler(number: int, frame: FrameType | None) -> None:

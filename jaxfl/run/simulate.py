@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import math
 import os
 import pathlib
@@ -21,6 +22,7 @@ from jaxfl._support.checks import (
     check_instance,
     check_key,
     checked,
+    nearest,
 )
 from jaxfl.callbacks import Callback, check_callbacks
 from jaxfl.data.clients import check_data
@@ -274,6 +276,7 @@ def sweep(
     assert isinstance(key, Array)
     count = _points(key, values)
     keys = jnp.broadcast_to(key, (count,))
+    _check_accepted(build, values)
     rows = [{name: float(column[p]) for name, column in values.items()} for p in range(count)]
     algorithms = [check_instance("build(...)", build(**row), (Algorithm,)) for row in rows]
     columns = {name: np.asarray(column, np.float32) for name, column in values.items()}
@@ -311,6 +314,19 @@ def names_of_points(values: Mapping[str, Sequence[float]], count: int) -> list[s
         "_".join([str(p), *(f"{name}={column[p]:g}" for name, column in values.items())])
         for p in range(count)
     ]
+
+
+def _check_accepted(build: Callable[..., Algorithm], values: Mapping[str, Sequence[float]]) -> None:
+    """Require that a builder takes the arguments of a sweep's columns."""
+    parameters = inspect.signature(build).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    for name in values:
+        if name not in parameters:
+            raise TypeError(
+                f"values must have columns for arguments of build, got {name!r}. "
+                f"{nearest(name, parameters.keys())}"
+            )
 
 
 def _points(key: Key[Array, "*P"], values: Mapping[str, Sequence[float]]) -> int:

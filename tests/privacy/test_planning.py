@@ -196,10 +196,18 @@ def test_limits_are_what_a_plan_under_limits_needs():
     kinds = ("any cohort", "separated", "poisson")
     by_separation = {each.kind: each.needs for each in plan(**options, kinds=kinds, separation=8)}
     assert by_separation == {"any cohort": ("limits",), "separated": ("limits",)}
-    by_number = plan(**options, kinds=("separated",), participations=1)
+    by_number = plan(**options, kinds=("separated",), participations=2)
     assert by_number[0].needs == ("groups", "limits")
     (whoever,) = plan(**options, kinds=("any cohort",), participations=9)
     assert whoever.epsilon == pytest.approx(get_epsilon_gaussian(4 / 3, whoever.delta), rel=1e-3)
+
+
+def test_a_limit_leaves_enough_participations_for_the_cohorts():
+    """1,200 participations of 1,000 clients are 1.2 of each."""
+    options = {"clients": 1000, "cohort": 20, "rounds": 60, "epsilon": 4.0}
+    with pytest.raises(ValueError, match=r"participations must be at least 2, because 60 rounds"):
+        plan(**options, participations=1)
+    assert plan(**options, participations=2)
 
 
 def test_clients_with_a_state_gain_nothing_from_a_hidden_draw():

@@ -424,5 +424,5 @@ def test_a_page_of_damaged_files_names_the_file(name, content, tmp_path):
     (tmp_path / "per_client.npz").unlink()
     write_report(tmp_path)
     (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=f"{name}' must .*Run again with the same settings"):
+    with pytest.raises(ValueError, match=f"{name}' must .*run again with the same settings"):
         write_report(tmp_path)

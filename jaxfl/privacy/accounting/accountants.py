@@ -326,7 +326,8 @@ def pld_epsilon(
     if _vanishing(plain, levels):
         return math.inf
     if not levels or levels[0][0] >= _LEAST_PLD_MULTIPLIER:
-        # Exponentials of losses may overflow. A grid leaves out tails, whose mass may exceed delta.
+        # Exponentials of losses may overflow. A grid leaves out tails, whose mass may exceed delta,
+        # and epsilon is then infinite.
         with contextlib.suppress(OverflowError):
             value = _pld_epsilon(plain, levels, rate, delta, repeats, replaced, grid)
             if math.isfinite(value) or not levels:
@@ -354,7 +355,7 @@ def _pld_epsilon(
     for level, count in sampled:
         losses = _privacy_losses(level, rate, replaced, interval)
         times = repeats * count
-        # Composing two copies in one call takes the library as long as six one by one.
+        # One `self_compose` takes about as long as six `compose`, however few the copies are.
         parts += [losses] * times if times < 6 else [losses.self_compose(times)]
     if math.isfinite(plain):
         # Repeated Gaussians are one Gaussian, exactly, which needs no composition on the grid.

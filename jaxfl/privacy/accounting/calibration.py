@@ -35,9 +35,11 @@ def check_budget(name: str, value: Any) -> float:
     budget = check_positive(name, value)
     if _LEAST_BUDGET <= budget <= _MOST_BUDGET:
         return budget
+    remedy = f"Give at least {_LEAST_BUDGET:g}."
+    if budget > _MOST_BUDGET:
+        remedy = f"Give at most {_MOST_BUDGET:g}. A larger epsilon protects nobody."
     raise ValueError(
-        f"{name} must be from {_LEAST_BUDGET:g} to {_MOST_BUDGET:g}, got {show(value)}. "
-        "Give an epsilon in that range, or leave the noise out: a larger epsilon protects nobody."
+        f"{name} must be from {_LEAST_BUDGET:g} to {_MOST_BUDGET:g}, got {show(value)}. {remedy}"
     )
 
 
@@ -282,7 +284,8 @@ def rough_noise(exposure: Exposure, target: float, delta: float) -> float:
     total = accountants.total_multiplier(view.multiplier.min(axis=1)) / math.sqrt(repeats)
     gaussian = view.rate * dp_accounting.get_sigma_gaussian(target, delta) / float(total)
     order = accountants.MOST_ROUGH
-    # This is the epsilon of a divergence of 0 at the highest order of rough searches.
+    # No noise has less than this epsilon in a rough search: it is that of a divergence of 0 at the
+    # highest order.
     if target <= math.log1p(-1 / order) - math.log(delta * order) / (order - 1):
         return gaussian
     return _search(

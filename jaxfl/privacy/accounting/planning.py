@@ -147,7 +147,8 @@ def _check_kinds(name: str, value: Any) -> tuple[Kind, ...]:
     known = is_listed(value) and all(isinstance(kind, str) and kind in KINDS for kind in value)
     if not known:
         raise ValueError(
-            f"{name} must have kinds of mechanisms, got {show(value)}. Give some of {KINDS}."
+            f"{name} must be some of {', '.join(map(repr, KINDS))}, got {show(value)}. "
+            "Give a tuple of these names."
         )
     return tuple(dict.fromkeys(value))
 
@@ -247,6 +248,13 @@ def plan(
         raise ValueError(
             f"separation must be at most {clients // cohort}, as often as cohorts of {cohort} fit "
             f"in {clients} clients, got {separation}. Give a smaller separation or cohort."
+        )
+    needed = -(-rounds * cohort // clients)
+    if participations is not None and participations < needed:
+        raise ValueError(
+            f"participations must be at least {needed}, because {rounds} rounds of {cohort} of "
+            f"{clients} clients need as many on average, got {participations}. "
+            "Give a larger limit, a smaller cohort or fewer rounds."
         )
 
     def error(mechanism: Mechanism, z: float) -> float:

@@ -489,8 +489,9 @@ class Mechanism:
         for name, table in tables.items():
             if table.shape[0] not in (1, rounds) or table.shape[1] not in (1, clients):
                 raise ValueError(
-                    f"{name} must fit {rounds} rounds and {clients} clients, got shape "
-                    f"{table.shape}. Give one entry for all, or one for each."
+                    f"{name} must have 1 or {rounds} rows for {rounds} rounds, and 1 or {clients} "
+                    f"columns for {clients} clients, got shape {table.shape}. Give one entry for "
+                    "all, or one for each."
                 )
         if not np.all(self.weight_table.max(axis=1) > 0):
             raise ValueError(

@@ -171,7 +171,7 @@ class PrivacyFilter(Mechanism):
         contribution = super().contribute(key, memory, client, sent._replace(extra=None), norm)
         if release is None:
             return contribution
-        # A dropped update releases the least number, which hides that it was dropped.
+        # A number that is not finite counts as the least one, which hides that it was not.
         number = jnp.where(jnp.isfinite(number), number, release.low)
         number = jnp.clip(number, release.low, release.high)
         if release.noise:
@@ -199,7 +199,7 @@ class PrivacyFilter(Mechanism):
     ) -> View:
         """Return the filter's bound for every observer. Sums count as their uploads."""
         view = super().view(ledger, observer, replaced=replaced, one_round=one_round)
-        # Nothing is sent, or nothing is bounded.
+        # Such a view covers the entire run already: nothing is sent, or nothing is bounded.
         if view.whole:
             return view
         if not self.least_total:

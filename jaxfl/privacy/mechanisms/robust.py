@@ -116,7 +116,7 @@ class Median(Robust):
 @checked(**FIELDS, share=at_least_0)
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrimmedMean(Robust):
-    r"""Mean without the :math:`\lfloor \beta n \rfloor` smallest and largest of n values.
+    r"""Mean of n values without the :math:`\lfloor \beta n \rfloor` smallest and as many largest.
 
     The values are those of the round's n participants, and are trimmed coordinate by coordinate.
 

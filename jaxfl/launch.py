@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
         SystemExit: Options are wrong or incompatible. The code is 2, after one line about them.
     """
     configure()
-    # The description holds the usage, so that an error is one line.
+    # The description holds the usage, so an error is one line.
     parser = argparse.ArgumentParser(
         "python -m jaxfl.launch",
         usage=argparse.SUPPRESS,
@@ -486,7 +486,7 @@ def _join(
 def _end_after(launcher: int) -> None:
     """Kill this process and its children once the launcher has ended."""
     os.read(launcher, 1)
-    # The launcher made the group for this process, so that the signal hits nobody else.
+    # The launcher made the group for this process, so the signal hits nobody else.
     os.killpg(0, signal.SIGKILL)
 
 
@@ -509,7 +509,7 @@ def _run_program(run: str, processes: int | None, process: int | None) -> int:
             runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as end:
         if isinstance(end.code, int | None):
-            # The system keeps 8 bits of an exit code, so that 256 is a success.
+            # The system keeps 8 bits of an exit code, so 256 is a success.
             return (end.code or 0) & 0xFF
         print(end.code, file=sys.stderr)
         return 1

@@ -204,7 +204,7 @@ def init_sparse(
     key: Key[Array, ""], params: Params, optimizer: optax.GradientTransformation, masks: Masks
 ) -> SparseServer:
     """Return a server with `params`, a public key and the first round's masks."""
-    # Callers draw the weights by `key` itself, so that public bits need a key of their own.
+    # Callers draw the weights by `key` itself, so public bits need a key of their own.
     public = jax.random.bits(jax.random.fold_in(key, 1), (2,), jnp.uint32)
     server = init_server(params, optimizer)
     mask, support = masks(params, public)

@@ -251,7 +251,7 @@ def cross_entropy(outputs: Float[Array, "B K"], labels: Int[Array, "B"]) -> Floa
 class Change:
     """A function of logits, and whether a loss has applied it."""
 
-    # Changes compare by identity, so that JAX's caches distinguish one client's from another's.
+    # Changes compare by identity, so JAX's caches distinguish one client's from another's.
     def __init__(self, function: Callable[[Array], Array]) -> None:
         self.function = function
         self.applied = False

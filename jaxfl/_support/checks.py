@@ -187,7 +187,7 @@ def check_layers(name: str, value: Any) -> tuple[str, ...]:
 def check_array(name: str, value: Any) -> np.ndarray:
     """Require a value that NumPy reads as an array of numbers. JAX arrays are fetched."""
     parts = value if isinstance(value, list | tuple) else (value,)
-    # `np.asarray` drops a mask, so that missing values would become numbers.
+    # `np.asarray` drops a mask, so missing values would become numbers.
     if any(isinstance(part, np.ma.MaskedArray) for part in parts):
         raise TypeError(
             f"{name} must be a plain array, got a masked array. Drop the rows with masked entries, "

@@ -121,7 +121,7 @@ def write_secret(path: Path, content: bytes) -> None:
         os.link(temporary, path, follow_symlinks=False)
     finally:
         temporary.unlink(missing_ok=True)
-    # The caller uses the secret from here on, so that a crash must not undo the file's name.
+    # The caller uses the secret from here on, so a crash must not undo the file's name.
     _sync(path.parent)
 
 

@@ -97,7 +97,7 @@ def apfl(
     def apply(weights: tuple[Params, Own], x: Array, *key: Array) -> Any:
         shared, client = weights
         outputs = model.apply(shared, x, *key)
-        # The loss of the mixture trains v and alpha only, so that w is trained as in FedAvg.
+        # The loss of the mixture trains v and alpha only, so w is trained as in FedAvg.
         mixture = _mix(client, lax.stop_gradient(shared))
         return outputs, model.apply(mixture, x, *key)
 

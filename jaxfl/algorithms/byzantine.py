@@ -48,7 +48,7 @@ def byzantine(
     >>> byzantine(fedavg(mlp((8, 8, 1), 10, hidden=(16,))), [0, 7]).name
     'fedavg'
     """
-    # `np.unique` sorts, so that `init` finds the largest index at the end.
+    # `np.unique` sorts, so `init` finds the largest index at the end.
     indices = np.unique(np.asarray(liars, np.int32))
 
     def init(key: Key[Array, ""], num_clients: int) -> tuple[Tree, Tree]:

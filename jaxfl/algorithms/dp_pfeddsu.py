@@ -148,7 +148,7 @@ def dp_pfeddsu(
         else:
             select = functools.partial(top_k_masks, lax.stop_gradient(params), layers)
         mask = select(density)
-        # A sweep's traced numbers cannot be compared, so that identity decides.
+        # A sweep's traced numbers cannot be compared, so identity decides.
         support = mask if wider is density else select(wider)
         return mask, support
 

@@ -171,7 +171,7 @@ def _folds(key: Key[Array, ""], data: ClientData, folds: int, *, by_class: bool)
     real = positions < data.size
     drawn = jax.random.uniform(key, positions.shape)
     if not by_class:
-        # Draws are below 1, so that padding ranks last.
+        # Draws are below 1, so padding ranks last.
         rank = jnp.argsort(jnp.argsort(jnp.where(real, drawn, 2.0)))
         return jnp.where(real, rank % folds, -1)
     _, labels = data.take(positions)

@@ -362,7 +362,7 @@ def released_log_prior(server: Counted, unit: Number) -> Float[Array, "K"]:
     """
     classes = len(server.total)
     rounds = jnp.maximum(server.rounds, 1)
-    # Without released shares the scale is 0, so that pi is uniform.
+    # Without released shares the scale is 0, so pi is uniform.
     scale = jnp.where(unit > 0, 1 / jnp.where(unit > 0, unit, 1), 0)
     mean = scale * server.total / rounds
     spread = scale**2 * server.squares / rounds - jnp.sum(mean**2)

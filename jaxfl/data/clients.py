@@ -234,7 +234,7 @@ def _draws(seed: int, size: Int[np.ndarray, "C"]) -> Float64[np.ndarray, "R"]:
     found = []
     for own in size.tolist():
         found.append(generator.random(own))
-        # The numbers of padding are skipped, so that the time grows with the examples only.
+        # The numbers of padding are skipped, so the time grows with the examples only.
         generator.bit_generator.advance(widest - own)  # pyrefly: ignore[missing-attribute]
     return np.concatenate(found)
 

@@ -98,7 +98,7 @@ class _MiniLM(nn.Module):
         x = Embeddings(name="embeddings")(tokens)
         for number in range(LAYERS):
             x = Layer(name=f"layer_{number}")(x, real)
-        # Scaling to norm 1 removes the number of tokens, so that the sum serves as the mean.
+        # Scaling to norm 1 removes the number of tokens, so the sum serves as the mean.
         total = jnp.sum(jnp.where(real[..., None], x, 0), axis=1)
         norm = jnp.linalg.norm(total, axis=1, keepdims=True)
         return total / jnp.where(norm > 0, norm, 1)
@@ -204,7 +204,7 @@ def minilm_weights() -> Params:
     """
     named = _imported("safetensors.numpy").load(_published_content("model.safetensors"))
     positions = named["embeddings.position_embeddings.weight"]
-    # Each token is of the first of two types, so that type's vector is added to every position.
+    # Each token is of the first of two types, so type's vector is added to every position.
     first_type = named["embeddings.token_type_embeddings.weight"][0]
     embeddings = {
         "word": {"embedding": named["embeddings.word_embeddings.weight"]},

@@ -180,7 +180,7 @@ def _key_of_part(value: Any, seen: dict[int, int]) -> Hashable:
         _MayChangeError: The value holds something that may change.
     """
     kind = type(value)
-    # The numbers 1 and True are equal and have one hash, so that the key names the class.
+    # The numbers 1 and True are equal and have one hash, so the key names the class.
     if kind in (bool, int, str, bytes, type(None)):
         return kind, value
     if kind in (float, complex):

@@ -219,7 +219,7 @@ def compile_rounds(
     program = compile_for(
         algorithm, population, run, donate_argnames=("center", "states"), out_shardings=shardings
     )
-    # Clients are an argument, so that a cached program serves others of equal shapes.
+    # Clients are an argument, so a cached program serves others of equal shapes.
     return functools.partial(program, population.clients)
 
 

@@ -296,7 +296,7 @@ def _cohort(
     (order,) = jnp.nonzero(slots.sampled, size=padded, fill_value=count)
     # A chunk runs until its largest client is done, so clients are sorted by size.
     if chunk > 1 and population.size is None:
-        # Padding has the size -1, so that clients without examples come before the padding.
+        # Padding has the size -1, so clients without examples come before the padding.
         size = jnp.asarray(population.clients.train_size).at[order].get(mode="fill", fill_value=-1)
         order = order[jnp.argsort(-size)]
 
@@ -317,7 +317,7 @@ def _cohort(
         slot = order[i] if chunk == 1 else lax.dynamic_slice(order, (i * chunk,), (chunk,))
         added, row, state = of_chunk(slot, states)
         rank = slots.rank.at[slot].get(mode="fill", fill_value=most)
-        # Each rank is on one device only, so that `finish_round` joins the rows by a sum.
+        # Each rank is on one device only, so `finish_round` joins the rows by a sum.
         rows = jax.tree.map(lambda all_, new: all_.at[rank].set(new, mode="drop"), rows, row)
         return optax.tree.add(part, added), rows, states.put(slot, state)
 
@@ -383,7 +383,7 @@ def _participant(
     server, memory, _ = center
     real = slot < slots.ids.shape[0]
     # A padding slot reads the device's last client, because JAX clips an index beyond the end. It
-    # has no examples, so that nobody waits for its training.
+    # has no examples, so nobody waits for its training.
     client_id = slots.ids[slot]
     train_size = jnp.where(real, population.clients.train_size[slot], 0)
     weight = jnp.where(real, slots.weights[slot], 0.0)

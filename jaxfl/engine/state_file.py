@@ -50,7 +50,7 @@ class Store:
         self.num_clients = num_clients
         self.folder = folder
         leaves, self._structure = jax.tree.flatten(like)
-        # A client's row is contiguous, so that it takes few pages.
+        # A client's row is contiguous, so it takes few pages.
         fields = [(str(i), leaf.dtype, leaf.shape[1:]) for i, leaf in enumerate(leaves)]
         self._row = np.dtype(fields, align=True)
         self.bytes_per_client = self._row.itemsize
@@ -65,7 +65,7 @@ class Store:
 
     def start(self) -> None:
         """Make the file, and replace a file that is there."""
-        # An open map outlives its file's name, so that a temporary file needs no clean-up.
+        # An open map outlives its file's name, so a temporary file needs no clean-up.
         if self.folder is None:
             folder: Any = tempfile.TemporaryDirectory()
         else:
@@ -136,7 +136,7 @@ class Store:
                 raise DamagedError(f"{path} is missing")
             if not files.is_regular(path) or path.stat().st_size != size:
                 raise DamagedError(f"{path} does not have {size} bytes")
-            # A read-only file is mapped copy-on-write, so that rows that `states` moves stay in
+            # A read-only file is mapped copy-on-write, so rows that `states` moves stay in
             # memory.
             if os.access(path, os.W_OK):
                 self._map(path, os.O_RDWR, "r+")
@@ -160,7 +160,7 @@ class Store:
         Rows in the second place move to the first one. Rows that have changed since the last
         checkpoint do not move, because the checkpoint may need the rows that they would replace.
         """
-        # Places are 0 and 1, so that `&` finds the rows whose present and protected place is 1.
+        # Places are 0 and 1, so `&` finds the rows whose present and protected place is 1.
         moving = np.flatnonzero(self.side & self.kept)
         if self.bytes_per_client:
             for ids in self._parts(moving):

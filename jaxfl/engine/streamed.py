@@ -152,7 +152,7 @@ def compile_programs(algorithm: Algorithm, population: Population) -> Programs:
             own = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, first, size), initial)
             return states_in_rows(own, population)
 
-        # The host reads the rows at once, so that a single device makes all of them.
+        # The host reads the rows at once, so a single device makes all of them.
         first_device = population.mesh.devices.flat[0]
         return jax.jit(some, out_shardings=SingleDeviceSharding(first_device))
 

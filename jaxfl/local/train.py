@@ -186,7 +186,7 @@ def train(
     optimizer = decayed(local.optimizer, local.decay, data)
     batch = min(local.batch_size, padded)
     blocks, per_block = blocks_of(padded, batch)
-    # The part's size divides the batch, so that parts need no padding.
+    # The part's size divides the batch, so parts need no padding.
     part = next(n for n in range(min(microbatch or batch, batch), 0, -1) if batch % n == 0)
     shape = (per_block, batch // part, part)
     batches = -(-data.size // batch)

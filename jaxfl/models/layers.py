@@ -154,7 +154,7 @@ class Convolution(nn.Module):
             # Parameters follow from shapes, and tracing the maps would take most of the time.
             return jnp.zeros(_maps_shape(self, x.shape))
         fused = self.fused and kernel.dtype == jnp.float32
-        # A byte of 0 means -1, so that bytes cannot be padded with zeros.
+        # A byte of 0 means -1, so bytes cannot be padded with zeros.
         if x.dtype == jnp.uint8 and (not fused or padding):
             x = as_floats(x).astype(kernel.dtype)
         # JAX traces the backward pass outside of the caller's precision context, so the rule gets
@@ -184,7 +184,7 @@ class Convolution(nn.Module):
             and x.dtype == jnp.float32
             and precision in (None, "float32", "highest")
         )
-        # Filtering loses two digits already, so that its products must not be rounded further.
+        # Filtering loses two digits already, so its products must not be rounded further.
         precision = "highest" if filtered else precision
         sides = ((padding, padding), (padding, padding))
         options = ConvolutionOptions(

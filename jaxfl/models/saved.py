@@ -323,7 +323,7 @@ def _network(path: pathlib.Path, content: dict[str, Any], arrays: Arrays) -> Mod
             )
     try:
         arguments = dict(task["arguments"])
-        # The file may come from anybody, so that its names and arguments are checked like a user's.
+        # The file may come from anybody, so its names and arguments are checked like a user's.
         chosen = _TASKS[task["builder"]](*arguments.pop("metrics"), **arguments)
         return _built(recipe, arrays)._replace(task=chosen)
     except (LookupError, TypeError, ValueError, RecursionError) as error:

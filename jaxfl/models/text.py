@@ -273,7 +273,7 @@ def _attend(
     scores = jnp.einsum("hbsk,hbsq->hbkq", keys, queries * size**-0.5)
     past = np.triu(np.ones((1, 1, length, length), bool))
     scores = jnp.where(past, scores, -math.inf)
-    # The largest score cancels in the quotient below, so that its gradient is 0.
+    # The largest score cancels in the quotient below, so its gradient is 0.
     largest = lax.stop_gradient(jnp.max(scores, -2, keepdims=True))
     weights = jnp.exp(scores - largest)
     sums = jnp.einsum("hbsk,hbkq->hbsq", values, weights)

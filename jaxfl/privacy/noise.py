@@ -166,7 +166,7 @@ def _rounded_gaussian(
         above = (first > high) | (tied & (second > low))
         return below, above
 
-    # Look-ups promise indices within the table, so that both neighbours must lie in the table.
+    # Look-ups promise indices within the table, so both neighbours must lie in the table.
     nearest = jnp.clip(jnp.round(_guess(bits) + 0.5).astype(jnp.int32), 1, last - 1)
     # Without a barrier XLA computes indices and words anew for each look-up.
     nearest, first, second = lax.optimization_barrier((nearest, first, second))

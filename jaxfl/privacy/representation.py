@@ -77,7 +77,7 @@ class Floats:
         """
         del mesh
         zero = jax.tree.map(jnp.zeros_like, narrow(total))
-        # Noise joins the sum in the sum's own numbers, so that integers are added up exactly.
+        # Noise joins the sum in the sum's own numbers, so integers are added up exactly.
         return add(total, self.encode(add_gaussian(key, zero, std)))
 
 
@@ -111,7 +111,7 @@ class Grid(Floats):
 
     remedy = "Give less noise, a smaller network, or noise='float'."
 
-    # Whole steps add up exactly, so that nothing must be settled in between.
+    # Whole steps add up exactly, so nothing must be settled in between.
     chunks_per_sum = None
 
     def __post_init__(self) -> None:

@@ -462,7 +462,7 @@ class MinSeparation(Sampling):
         """Draw from the round's group."""
         outside = jnp.asarray(_groups(clients, self.separation)) != index % self.separation
         places = permutation(key, clients) if key.ndim else jax.random.uniform(key, (clients,))
-        # Places are below the number of clients, so that clients of other groups come last.
+        # Places are below the number of clients, so clients of other groups come last.
         order = jnp.argsort(jnp.where(outside, clients, places))
         return jnp.zeros(clients, bool).at[order[: self.size]].set(True)
 
@@ -740,12 +740,12 @@ def _cohort_view(noise: SumNoise, size: int) -> View:
     clients = noise.clients
     adds = noise.clients_add
     others = clients - noise.insider
-    # An insider in the cohort knows its own noise, so that one participant fewer adds noise.
+    # An insider in the cohort knows its own noise, so one participant fewer adds noise.
     company = max(size - noise.insider, 1)
     least = np.maximum(noise.above, _least(adds, company, clients))
     view = plain_view(multiplier(least, noise.weights), f"Gaussian, {noise.adjacency}")
     view = view._replace(replaced=noise.replaced)
-    # Equal weights of a cohort of fixed size have one sum, so that the divisor reveals nothing.
+    # Equal weights of a cohort of fixed size have one sum, so the divisor reveals nothing.
     hides = noise.hides_cohort or bool(np.all(noise.weights == noise.weights[:, :1]))
     steady = _most(adds, size, clients) <= noise.floor * (1 + ROUNDING)
     # Equal noise of all clients has the same variance on the sum, whoever takes part.

@@ -110,7 +110,7 @@ def write_report(
 @functools.cache
 def load_template(name: str) -> Any:
     """Return a template in this folder, with the functions that it calls."""
-    # Most programs write no page, so that they need not import jinja2.
+    # Most programs write no page, so they need not import jinja2.
     import jinja2
 
     environment = jinja2.Environment(

@@ -185,7 +185,7 @@ class Checkpoints:
         newest = (self._steps() or [0])[-1] if self._folder.exists() else -1
         # float32 represents 24 bits exactly.
         digest = int(_of_json([self._fingerprint, self._plan])[:6], 16)
-        # A maximum of negative numbers is a minimum, so that one exchange finds both ends.
+        # A maximum of negative numbers is a minimum, so one exchange finds both ends.
         most, least, most_digest, least_digest = processes.maximum(newest, -newest, digest, -digest)
         if most != -least:
             raise ValueError(

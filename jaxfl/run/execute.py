@@ -170,7 +170,7 @@ def _journals(
     # All points have the same shapes of records.
     record = engine.record()
     facts = settings.streams.describe(plan.key) | {"stateful": engine.stateful}
-    # Bytes follow from shapes, so that a process counts them once for equal methods.
+    # Bytes follow from shapes, so a process counts them once for equal methods.
     key = ("traffic", key_of_method(plan.method), described(engine.population))
     traffic = remembered(key, lambda: traffic_by_point(plan.algorithms, plan.clients))
     return [

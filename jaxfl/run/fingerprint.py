@@ -222,7 +222,7 @@ def _on_devices(num_devices: int, split: bool) -> str:
 
 def _differing(stored: Facts, current: Facts) -> list[str]:
     """Return the names of facts that differ, without facts that follow from others."""
-    # Some facts have the value None, so that None cannot stand for a missing fact.
+    # Some facts have the value None, so None cannot stand for a missing fact.
     missing = object()
     causes: list[str] = []
     parts: list[str] = []

@@ -203,7 +203,7 @@ def _filter(rows: int, size: int) -> _Filter:
     outputs = np.vstack((outputs, np.eye(1, rows, rows - 1)))
     taps = np.vstack((taps, np.eye(1, size, size - 1)))
     inputs = np.vstack((inputs, np.poly(points)[None, ::-1]))
-    # The factors get similar sizes by powers of two, so that nothing is rounded.
+    # The factors get similar sizes by powers of two, so nothing is rounded.
     scale = np.exp2(np.round(np.log2(abs(taps).max(1) / abs(inputs).max(1)) / 2))[:, None]
     return _Filter(outputs, taps / scale, inputs * scale)
 

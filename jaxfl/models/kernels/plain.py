@@ -70,7 +70,7 @@ def _grouped_backward(options: PlainOptions, saved: tuple, dy: Array) -> tuple[A
             return _side_by_side(dys, turned, full)
 
         # XLA would put zeros between the pixels of `dys` for cuDNN, which makes them four times as
-        # many. The convolution of blocks has no stride, so that its transpose needs no zeros.
+        # many. The convolution of blocks has no stride, so its transpose needs no zeros.
         def maps(xs: Array) -> Array:
             split = jax.vmap(
                 lambda x, kernel: to_blocks(x.transpose(3, 1, 2, 0), kernel, options.padding)
@@ -195,7 +195,7 @@ def window_maximum(
         return jnp.where(wins, a, b), jnp.where(wins, i, j)
 
     places = jnp.broadcast_to(_places(windows, axes), windows.shape)
-    # Place 4 is above all others, so that a real place wins in a window of -inf only.
+    # Place 4 is above all others, so a real place wins in a window of -inf only.
     start = (jnp.array(-jnp.inf, windows.dtype), jnp.int8(4))
     return lax.reduce((windows, places), start, better, axes)
 

@@ -238,7 +238,7 @@ def calibrate_upload(
     74.6
     """
     delta = failure_probability(delta, clients)
-    # Under replace-one the sensitivity is 2C, so that noise of 1 has a multiplier of 0.5.
+    # Under replace-one the sensitivity is 2C, so noise of 1 has a multiplier of 0.5.
     exposure = Exposure(plain_view(np.full((1, 1), 0.5), "Gaussian"), participations)
     return needed_noise(exposure, epsilon, delta, accountant)
 

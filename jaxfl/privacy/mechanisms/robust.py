@@ -189,7 +189,7 @@ class Krum(Robust):
         nearest = jnp.sort(jnp.where(other, distances, jnp.inf), axis=1)
         counted = (jnp.arange(len(flat)) < jnp.maximum(count - self.byzantine - 2, 1))[None]
         score = jnp.sum(jnp.where(counted & jnp.isfinite(nearest), nearest, 0.0), axis=1)
-        # Ranks are distinct, so that equal scores let in no more than `keep` updates.
+        # Ranks are distinct, so equal scores let in no more than `keep` updates.
         rank = jnp.argsort(jnp.argsort(jnp.where(present, score, jnp.inf)))
         included = present & (rank < self.keep)
 

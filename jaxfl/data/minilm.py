@@ -204,7 +204,7 @@ def minilm_weights() -> Params:
     """
     named = _imported("safetensors.numpy").load(_published_content("model.safetensors"))
     positions = named["embeddings.position_embeddings.weight"]
-    # Each token is of the first of two types, so the vector of this type is added to every position.
+    # Each token is of the first of two types, so every position gets the vector of this type.
     first_type = named["embeddings.token_type_embeddings.weight"][0]
     embeddings = {
         "word": {"embedding": named["embeddings.word_embeddings.weight"]},

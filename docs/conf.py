@@ -51,7 +51,6 @@ html_theme_options = {
 myst_enable_extensions = ["dollarmath", "deflist", "colon_fence"]
 myst_heading_anchors = 3
 nb_execution_mode = "cache"
-nb_merge_streams = True
 nb_render_markdown_format = "myst"  # with tables
 nb_execution_raise_on_error = True
 nb_execution_in_temp = True

@@ -196,7 +196,7 @@ def data_of(
     capacity: int,
     noise: StepNoise | None = None,
     index: Int[Array, ""] | int = 0,
-    size: int | None = None,
+    size: Int[Array, ""] | int | None = None,
 ) -> ClientData:
     """Return the data that one client sees in a round.
 
@@ -207,8 +207,8 @@ def data_of(
         capacity: Number of positions of its data, at least its size.
         noise: Noise of its private local steps. None stands for no such steps.
         index: Index of the round.
-        size: Number of training examples per client if all have equally many (`Population.size`).
-            This is a constant, whereas vectorised clients read a size each. None reads the sizes.
+        size: Number of the client's training examples. It is a constant if all clients have equally
+            many (`Population.size`), whereas vectorised clients have a size each. None reads it.
     """
     own = clients.train_size[slot] if size is None else jnp.int32(size)
     rows = clients.train

@@ -8,7 +8,6 @@ Keys are derived by round, then by purpose, then by client. A client's randomnes
 neither on the chunk, nor on the number of devices, nor on the order of the cohort.
 """
 
-import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -386,6 +385,7 @@ def _participant(
     # has no examples, so nobody waits for its training.
     client_id = slots.ids[slot]
     train_size = jnp.where(real, population.clients.train_size[slot], 0)
+    size = train_size if population.size is None else population.size
     weight = jnp.where(real, slots.weights[slot], 0.0)
     scale = jnp.where(real, slots.scale[slot], 0.0)
     old = states[slot]
@@ -396,9 +396,7 @@ def _participant(
         noise = StepNoise(slots.example_noise[slot], derive(keys.noise, PRIVATE_STEPS, client_id))
 
     def updated(capacity: int) -> tuple[Message, Tree, dict[str, Array]]:
-        data = data_of(population.clients, slot, client_id, capacity, noise, index, population.size)
-        if population.size is None:
-            data = dataclasses.replace(data, size=train_size)
+        data = data_of(population.clients, slot, client_id, capacity, noise, index, size)
         key = derive(keys.clients, CLIENT, client_id)
         message, state, info = algorithm.client_update(key, server, old, data)
         _check_names(algorithm, info)

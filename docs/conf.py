@@ -7,6 +7,8 @@ import sys
 HERE = pathlib.Path(__file__).parent
 sys.path[:0] = [str(HERE / "_ext"), str(HERE.parent / "tests"), str(HERE.parent)]
 
+import repository  # noqa: E402
+
 import jaxfl  # noqa: E402
 from jaxfl.backend import compile_quickly  # noqa: E402
 
@@ -47,6 +49,9 @@ html_theme_options = {
     "use_fullscreen_button": False,
     "navbar_persistent": [],
 }
+if address := repository.address(HERE):
+    link = {"name": "Repository", "url": address, "icon": "fa-brands fa-git-alt"}
+    html_theme_options["icon_links"] = [link]
 
 myst_enable_extensions = ["dollarmath", "deflist", "colon_fence"]
 myst_heading_anchors = 3

@@ -169,6 +169,23 @@ def test_a_misspelt_argument_names_the_one_that_was_meant(function, wrong, meant
         function(*given[function], **{wrong: 1} | ({"rounds": 1} if function is simulate else {}))
 
 
+@pytest.mark.parametrize(
+    ("function", "given", "message"),
+    [
+        (fedavg, [MODEL, 0.5], r"^local and the .* by name, got .* 0\.5\. .*local="),
+        (
+            simulate,
+            [KEY, fedavg(MODEL), small_clients(), 3],
+            r"^rounds and the .* by name, got .* 3",
+        ),
+        (fedavg, [], r"missing .* 'model'"),
+    ],
+)
+def test_a_keyword_argument_given_by_position_is_named(function, given, message, never_runs):
+    with pytest.raises(TypeError, match=message):
+        function(*given)
+
+
 INPUTS, LABELS = np.zeros((4, 2), np.float32), np.array([0, 1, 0, 1])
 DATA = from_arrays(INPUTS, LABELS, INPUTS, LABELS)
 LISTS = [[0, 1], [2, 3]]

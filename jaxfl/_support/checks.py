@@ -508,12 +508,13 @@ def checked(**checks: Check) -> Callable[[_F], _F]:
                 bound = signature.bind(*args, **kwargs)
             except TypeError:
                 if not options:
-                    _check_keywords(target.__qualname__, by_name, kwargs)
+                    check_keywords(target.__qualname__, by_name, kwargs)
+                _check_positional(signature, args)
                 # Python's own error names the function.
                 return target(*args, **kwargs)
             further = bound.arguments.get(options, {})
             if fields:
-                _check_keywords(target.__qualname__, by_name, further)
+                check_keywords(target.__qualname__, by_name, further)
             for name, check in by_name.items():
                 for arguments in (bound.arguments, further):
                     if name in arguments:
@@ -527,7 +528,7 @@ def checked(**checks: Check) -> Callable[[_F], _F]:
     return decorate
 
 
-def _check_keywords(function: str, known: Collection[str], keywords: Collection[str]) -> None:
+def check_keywords(function: str, known: Collection[str], keywords: Collection[str]) -> None:
     """Require keyword arguments that a function has."""
     for name in keywords:
         if name not in known:
@@ -535,6 +536,20 @@ def _check_keywords(function: str, known: Collection[str], keywords: Collection[
                 f"{name} must be an argument of {function.removesuffix('.__init__')}(), got an "
                 f"unexpected keyword argument. {nearest(name, known)}"
             )
+
+
+def _check_positional(signature: inspect.Signature, args: Sequence[Any]) -> None:
+    """Require no more positional arguments than a function takes before its keyword arguments."""
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    if inspect.Parameter.KEYWORD_ONLY not in kinds:
+        return
+    first = kinds.index(inspect.Parameter.KEYWORD_ONLY)
+    if len(args) > first:
+        name = list(signature.parameters)[first]
+        raise TypeError(
+            f"{name} and the arguments after it must be given by name, got the positional argument "
+            f"{show(args[first])}. Write its name before it, for instance {name}=..."
+        )
 
 
 def _by_annotation(name: str, hint: Any, check: Check | None) -> Check:

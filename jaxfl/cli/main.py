@@ -116,9 +116,9 @@ def _message(box: str) -> str:
     ruled = itertools.groupby(lines[1:], lambda line: not line.strip("-"))
     message, *comments = [" ".join(map(str.strip, part)) for rule, part in ruled if not rule]
     message = re.sub(r"^Error parsing (\S*dummy\S*: )?", "", message)
+    hints = ["Separate values by spaces"] if re.search(r"choice '\w+,", message) else []
     if len(message) > _LONGEST:
         message = f"{message[:_LONGEST]}..."
-    hints = []
     for comment in comments:
         hints += re.findall(r"^Perhaps you meant: \S+|^Available .*", comment)
     return ". ".join([message.removesuffix("."), *hints])

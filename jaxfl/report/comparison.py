@@ -41,7 +41,8 @@ class Comparison(NamedTuple):
 
     `rows` has one row per method, epsilon and seed, with the columns:
 
-    - `method`, `epsilon` (the target, infinite without noise), `seed`, and `chosen` (the point).
+    - `method`, `seed`, `chosen` (the point), and `epsilon`, the target. The target is infinite for
+      a builder that takes no `noise_multiplier`, even if its method adds noise of its own.
     - `stated`: The privacy statement's epsilon for the observer of sums. It is 0 for methods that
       send nothing, and None if it is not finite.
     - The last row of the run's metrics, with `bytes_up` and `bytes_down`: what one participant

@@ -21,8 +21,8 @@ from jaxfl._support.checks import (
     check_folder,
     check_instance,
     check_key,
+    check_keywords,
     checked,
-    nearest,
 )
 from jaxfl.callbacks import Callback, check_callbacks
 from jaxfl.data.clients import check_data
@@ -276,7 +276,9 @@ def sweep(
     assert isinstance(key, Array)
     count = _points(key, values)
     keys = jnp.broadcast_to(key, (count,))
-    _check_accepted(build, values)
+    parameters = inspect.signature(build).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        check_keywords("build", parameters, values)
     rows = [{name: float(column[p]) for name, column in values.items()} for p in range(count)]
     algorithms = [check_instance("build(...)", build(**row), (Algorithm,)) for row in rows]
     columns = {name: np.asarray(column, np.float32) for name, column in values.items()}
@@ -314,19 +316,6 @@ def names_of_points(values: Mapping[str, Sequence[float]], count: int) -> list[s
         "_".join([str(p), *(f"{name}={column[p]:g}" for name, column in values.items())])
         for p in range(count)
     ]
-
-
-def _check_accepted(build: Callable[..., Algorithm], values: Mapping[str, Sequence[float]]) -> None:
-    """Require that a builder takes the arguments of a sweep's columns."""
-    parameters = inspect.signature(build).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return
-    for name in values:
-        if name not in parameters:
-            raise TypeError(
-                f"values must have columns for arguments of build, got {name!r}. "
-                f"{nearest(name, parameters.keys())}"
-            )
 
 
 def _points(key: Key[Array, "*P"], values: Mapping[str, Sequence[float]]) -> int:

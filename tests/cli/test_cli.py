@@ -287,6 +287,13 @@ def exit_code():
     return 0
 
 
+def test_values_with_a_comma_between_them_get_a_hint(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["jaxfl", "compare", "--methods", "ditto,fedavg"])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    assert exit_code() == 2
+    assert capsys.readouterr().err.endswith(". Separate values by spaces\n")
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [

@@ -45,6 +45,7 @@ def jobs(quick: bool, vs: str | None) -> dict[str, list[str]]:
         "scaling_lenet": ["scaling"],
         "population": ["population"],
         "compiling": ["compiling"],
+        "waiting": ["waiting"],
         "round": ["round"],
     }
     if vs:
@@ -93,6 +94,7 @@ def jobs(quick: bool, vs: str | None) -> dict[str, list[str]]:
             "3",
         ]
         options_of["compiling"] += ["--workloads", "lenet", "mlp"]
+        options_of["waiting"] += ["--turns", "1"]
         options_of["round"] += ["--workloads", "lenet", "feddpa", "--repeats", "5"]
     else:
         options_of |= {

@@ -5,6 +5,7 @@ import pathlib
 import sys
 
 HERE = pathlib.Path(__file__).parent
+# The pages of methods take their facts from `tests/algorithms_table.py`.
 sys.path[:0] = [str(HERE / "_ext"), str(HERE.parent / "tests"), str(HERE.parent)]
 
 import repository  # noqa: E402
@@ -49,7 +50,7 @@ html_theme_options = {
     "use_fullscreen_button": False,
     "navbar_persistent": [],
 }
-if address := repository.address(HERE):
+if address := repository.address(HERE.parent):
     link = {"name": "Repository", "url": address, "icon": "fa-brands fa-git-alt"}
     html_theme_options["icon_links"] = [link]
 

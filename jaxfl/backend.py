@@ -186,7 +186,7 @@ def on_gpu() -> bool:
 
 
 def of_devices(devices: Sequence[jax.Device] | None) -> Backend:
-    """Return the choices for some devices. None stands for the devices of JAX's default."""
+    """Return the choices for the platform of the first device, or for JAX's default platform."""
     return backend(devices[0].platform if devices else None)
 
 

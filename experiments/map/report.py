@@ -305,7 +305,7 @@ def answer(results: Mapping[str, Result], counter: Result | None = None) -> str:
         for epsilon in (small, large)
     }
     sentences = [
-        "1. **Own labels first.** Where clients differ in their labels, weighting DP-FedAvg's "
+        "1. **Own labels first.** Where clients differ in which classes they have, weighting DP-FedAvg's "
         "predictions by each client's own shares of classes (`prior_corrected`) "
         f"{changed}.",
         "2. **One recipe.** DP-FedAvg that each client adapts and mixes with a model of its own "

@@ -173,7 +173,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
 
     Raises:
         OSError: The file cannot be opened (see `open_regular`).
-        ValueError: The file is damaged, or has another content.
+        ValueError: The file is damaged, or holds something else.
     """
     damaged = f"{str(path)!r} must hold arrays, and is damaged"
     with opened(path) as raw:

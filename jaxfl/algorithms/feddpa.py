@@ -236,7 +236,11 @@ def paper_epsilon(
 def _paper_rule(
     examples: int, batch_size: int, epochs: int, rounds: int, rate: float
 ) -> tuple[int, Poisson]:
-    """Return the number of steps that the rule accounts, and the sampling of their batches."""
+    """Return the steps of one client that the published rule counts, and how they sample.
+
+    It counts :math:`q T E n / B` steps for all rounds, each with a Poisson sample of examples at
+    rate :math:`q B / n`.
+    """
     steps = max(1, int(rate * rounds * epochs * examples / batch_size))
     return steps, Poisson(min(1.0, rate * batch_size / examples))
 

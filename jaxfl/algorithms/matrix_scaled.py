@@ -151,8 +151,8 @@ def fit_map(
     Args:
         logits: z, the logits of M blocks of B examples.
         labels: y, the labels.
-        real: Whether a position holds an example rather than padding. Blocks after the last example
-            are not read.
+        real: Whether a position holds an example rather than padding, which comes last. Padding
+            does not count.
         penalty: :math:`\lambda`.
         steps: Number of steps of Nesterov's method.
 

@@ -535,7 +535,10 @@ def _check_without_bounds(name: str, bounds: Mapping[str, Any]) -> None:
 
 
 def _scaled(encoding: ColumnEncoding, values: Float[np.ndarray, "n"]) -> Float[np.ndarray, "n"]:
-    """Return the numbers of a column, scaled by bounds, or by statistics of the training rows."""
+    """Return the numbers of a column, clipped to bounds and scaled from -1 to 1.
+
+    A column without bounds gets the mean 0 and the deviation 1 on the training rows.
+    """
     if encoding.bounds is not None:
         low, high = encoding.bounds
         # Clipping is what makes the bounds hold for rows that nobody has seen.

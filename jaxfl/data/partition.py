@@ -473,7 +473,15 @@ def _make_distinct(
 def _deal(
     rng: np.random.Generator, labels: np.ndarray, classes: np.ndarray, slots: Int[np.ndarray, "C K"]
 ) -> Partition:
-    """Split each class into one shard per slot."""
+    """Deal the examples of each class at random, in shards that differ by one example at most.
+
+    Args:
+        rng: Source of the randomness.
+        labels: Labels of all examples.
+        classes: The K classes.
+        slots: Number of shards of each class that a client gets. Nobody owns the examples of a
+            class without slots.
+    """
     owner = np.full(len(labels), -1)
     for k, label in enumerate(classes):
         owners = rng.permutation(np.repeat(np.arange(len(slots)), slots[:, k]))

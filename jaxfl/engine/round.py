@@ -241,7 +241,10 @@ def finish_round(
 
 
 def _example_noise(algorithm: Algorithm) -> Float[Array, "#C"]:
-    """Return the noise of private local steps by client. It is 0 without such steps."""
+    """Return the noise multiplier of private local steps, of each client or one for all.
+
+    It is 0 without such steps.
+    """
     if algorithm.dp_sgd is None:
         return jnp.zeros(1)
     return jnp.asarray(algorithm.dp_sgd.noise_table, jnp.float32)

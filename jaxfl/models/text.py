@@ -209,7 +209,8 @@ class _Transformer(Classifier):
 class _TransformerBlock(nn.Module):
     """A block of a transformer: x + attention(norm(x)), then x + dense(GELU(dense(norm(x)))).
 
-    The hidden layer between the two dense ones is four times as wide.
+    A token attends to itself and to the tokens before it. The shape of x is [F, B, L]. The hidden
+    layer between the two dense ones is four times as wide.
     """
 
     heads: int

@@ -282,14 +282,14 @@ def feddpa_cnn(
 
     Args:
         dataset: Name of the dataset.
-        classes: Number of logits. The default is the dataset's number of classes: 10, 100 for
-            cifar100, 62 for emnist and femnist.
+        classes: Number of logits. The default is the dataset's number of classes: 100 for
+            cifar100, 62 for emnist and femnist, and 10 for the others.
         form: Form of convolutions (see `lenet`). The default is the best for the devices of a
             run.
 
     Deviations from the paper: the published networks name dropout layers, and this one has none.
-        The code's Fisher pass switches them to evaluation and nothing switches them back, so no
-        unit is ever dropped.
+        The published code's Fisher pass switches dropout off and nothing switches it on again, so
+        no unit is ever dropped.
 
     References:
         Yang et al., Dynamic Personalized Federated Learning with Adaptive Differential Privacy,

@@ -58,8 +58,8 @@ def round_within(
     """
     size = sum(leaf.size for leaf in jax.tree.leaves(update))
     half = 0.5 * size**0.5
-    # The squares of the radius at z = 1, 2^15, add up to 2^30, which fits without a shift. The
-    # factor keeps `frexp` from giving this radius the exponent 16.
+    # Sums of squares must fit 31 bits. With noise as large as the clip bound, the radius is 2^15,
+    # whose square fits without a shift. The factor keeps `frexp` from giving 2^15 the exponent 16.
     shift = jnp.maximum(jnp.frexp(radius * (1 - 2.0**-20))[1] - 15, 0)
     aim = jnp.sqrt(jnp.maximum(radius**2 - size / 12 - 4 * radius, radius**2 / 4))
     # The squares below round up, which lengthens the norm that decides.

@@ -200,10 +200,11 @@ def _guess(bits: UInt32[Array, "2 D"]) -> Float[Array, "D"]:
     """Return the approximate magnitude of N(0, STEPS^2) that is exceeded with probability U.
 
     U is the fraction of 64 bits that both rows of `bits` make. The polynomials are those of Giles,
-    Approximating the erfinv function, 2010, evaluated from 1 - x, because x would lose a small U.
+    Approximating the erfinv function, 2010, evaluated at x = 1 - U. They get
+    1 - x^2 from U itself, because 1 - U would lose a small U.
     """
     share = bits[0].astype(jnp.float32) * 2.0**-32 + bits[1].astype(jnp.float32) * 2.0**-64
-    # The product is 1 - x^2 for x = 1 - share. From x itself, a small share would be lost.
+    # The product is 1 - x^2.
     w = -jnp.log(jnp.maximum(share, 2.0**-64) * (2 - share))
     centre = functools.reduce(lambda value, c: value * (w - 2.5) + c, _GILES[0])
     tail = functools.reduce(lambda value, c: value * (jnp.sqrt(w) - 3) + c, _GILES[1])

@@ -151,7 +151,8 @@ class Grid(Floats):
 
     def _check_resolution(self, coordinates: int) -> None:
         """Require a grid that is finer than most updates of so many coordinates."""
-        # Whatever the resolution, the norm is bounded.
+        # A traced level has no value to check. A coarse grid harms accuracy alone, because the norm
+        # is bounded on any grid.
         if traced(self.levels):
             return
         most = self.steps * math.sqrt(3 / coordinates)

@@ -454,7 +454,7 @@ def _honest(
     bounds: dict[Observer, dict[str, Mapping[Accountant, Epsilon]]] = {}
     for observer in OBSERVERS:
         total = account(observer=observer)
-        # For uploads, client and example coincide.
+        # An example may change all of an upload, so that client and example have one epsilon.
         example = account(observer=observer, unit="example") if observer == "aggregate" else total
         bounds[observer] = {
             "total": total,

@@ -220,7 +220,7 @@ def _collect_comparison(folder: pathlib.Path) -> dict[str, Any]:
         "differences": [row.values() for row in differences],
         "missing": missing,
         "choices": [_choice(row) for row in found.tuning],
-        "validated": [_validated(row, found.headline) for row in found.tuning if row["scores"]],
+        "validated": [_tuning_table(row, found.headline) for row in found.tuning if row["scores"]],
         "statements": statements,
         "columns": columns,
         "runs": [[row.get(name) for name in columns] for row in found.rows],
@@ -257,7 +257,7 @@ def _choice(row: Row) -> list[Any]:
     return [row["method"], row["epsilon"], "; ".join(grids), "; ".join(chosen), row["rounds"]]
 
 
-def _validated(row: Row, headline: str) -> tuple[str, list[str], list[tuple]]:
+def _tuning_table(row: Row, headline: str) -> tuple[str, list[str], list[tuple]]:
     """Return the name, the head and the lines of a table of the points that tuning tried."""
     columns = dict(row["points"])
     columns |= {f"{headline}, round {at}": scores for at, scores in row["scores"].items()}

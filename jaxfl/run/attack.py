@@ -149,7 +149,7 @@ def membership(
 
     def all_losses() -> Losses:
         found = {
-            # JAX would move a last block that does not fit forwards, over other losses.
+            # JAX would shift a last block that does not fit towards the front, over other losses.
             split: jnp.zeros(size.sum() + _EXAMPLES_PER_PASS, jnp.float32)
             for split, size in sizes.items()
         }
@@ -164,7 +164,10 @@ def membership(
 
 
 def _auc(inside: Float[np.ndarray, "n"], outside: Float[np.ndarray, "m"]) -> float:
-    """Return the probability that a member has less loss than a nonmember. Ties count 1/2."""
+    """Return the probability that a member has less loss than a nonmember. Ties count 1/2.
+
+    The result is NaN if one of the two groups is empty.
+    """
     if not len(inside) or not len(outside):
         return float("nan")
     ordered = np.sort(outside)

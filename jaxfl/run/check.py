@@ -44,7 +44,10 @@ _LOG = logging.getLogger("jaxfl")
 
 
 def check_clients(name: str, value: Any) -> Clients:
-    """Require clients whose arrays fit together, even after some were replaced."""
+    """Require clients whose arrays fit together, and return them with their rows as `Lists`.
+
+    `make_clients` checks its arguments, but not what `_replace` makes of its result.
+    """
     clients = check_instance(name, value, (Clients,))
     for field, array in clients._asdict().items():
         if isinstance(array, list | tuple):

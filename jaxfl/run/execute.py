@@ -195,7 +195,8 @@ def _resume(loop: Loop, checkpoints: Checkpoints, lock: Lock) -> None:
     """Resume from the folder if it holds a state. A finished run is only read."""
     lock.take(shared=checkpoints.ends(loop.plan.settings.rounds))
     loop.restore()
-    # A run may be unfinished because its newest checkpoint is damaged.
+    # `ends` reads names alone. If the last checkpoint is damaged, the run continues, and needs the
+    # folder for itself.
     if not loop.finished:
         lock.take(shared=False)
 

@@ -275,7 +275,7 @@ def _of_array(value: Any) -> str:
 
 
 def _of_jaxpr(jaxpr: Any, consts: Any, parts: dict[str, Any] | None) -> str:
-    """Return the hash of a program, and update the hashes of its parts and constants.
+    """Return the hash of a program, or of what belongs to none of its named parts.
 
     Variables are numbered in the order in which they appear. Each part has its own numbers, so that
     its hash does not depend on other parts.
@@ -283,8 +283,8 @@ def _of_jaxpr(jaxpr: Any, consts: Any, parts: dict[str, Any] | None) -> str:
     Args:
         jaxpr: The program.
         consts: Values of its constants.
-        parts: Hashes by name of a part, which are updated. None hashes the program as one part,
-            with its constants.
+        parts: Hashes by name, which are updated with the named parts and the constants. None hashes
+            the program as one part, with its constants.
     """
     constants = {}
     for var, value in zip(jaxpr.constvars, consts, strict=True):

@@ -203,7 +203,7 @@ class Watch:
         ever_dropped, ever = _count([jax.tree.map(lambda leaf: leaf[:done], records)])
         noise = recent.ledger.server_noise.any() or recent.ledger.client_noise.any()
         if ever_dropped < ever and noise:
-            # Updates counted before, and noise may move the server to where they count again.
+            # Earlier updates were finite, and noise may move the server to where they are again.
             return False
         took_part = recent.ledger.participants.any(axis=0)
         broken, _ = self.broken_data
@@ -244,7 +244,7 @@ def _norm_if_all_clipped(record: Records) -> float:
     """Return the mean norm of the updates if all were clipped in all rounds, and otherwise 0."""
     ran = record.info["participants"] > 0
     clipped = record.info.get("clipped")
-    # A share is a mean in single precision.
+    # A share is a mean in single precision, so a share of 1 may come out a little smaller.
     if clipped is None or ran.sum() < _CLIPPED_ROUNDS or clipped[ran].min() < 0.9999:
         return 0.0
     return float(record.info["update_norm"][ran].mean())

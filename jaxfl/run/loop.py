@@ -79,7 +79,8 @@ class Loop:
         self.central = central
         self.best: BestModels | None = None
         self.program: Program | None = None
-        # A checkpoint without states would say nothing about this.
+        # This comes from the plan, because a checkpoint without states does not say whether they
+        # were dropped.
         self.keeps_states = plan.schedule(engine).states
         self.done = 0
         """Number of rounds so far."""
@@ -213,7 +214,7 @@ class Loop:
         rows = [journal.metrics[-1] for journal in self.journals]
         better = best.better(rows)
         if not better:
-            # Client states take long to fetch.
+            # Client states take long to fetch, so they stay where they are.
             return
         servers = self._servers()
         states = self.states()

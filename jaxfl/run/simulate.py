@@ -350,9 +350,10 @@ def _check_clipped(points: Points, algorithms: Sequence[Algorithm]) -> None:
 
 
 def noisy(points: Points) -> bool:
-    """Return whether the program of points adds noise, even of size 0.
+    """Return whether a program whose points differ in numbers adds noise, even of size 0.
 
-    It adds none if it leaves no number open.
+    The result is False for points that differ in their keys alone. Then the builder has compared
+    their clip and noise already.
     """
     found: list[bool] = []
 

@@ -211,7 +211,7 @@ def _personal(origin: Origin, snapshot: Snapshot, client: int) -> Params:
         )
     clients = in_lists(origin.clients)
     sizes = np.asarray(clients.train_size)
-    # Draws may depend on the number of positions, so it is the one of an evaluation.
+    # Draws may depend on the number of positions, so the capacity is that of an evaluation.
     capacity = next(room for room in capacities_of(sizes) if room >= sizes[client])
     population = _alone(origin.algorithm, clients, client, capacity)
     program = _personal_program(origin.algorithm, population)

@@ -344,38 +344,40 @@ def _search(
         noise: First guess.
         slack: Largest share of the target that may be left.
     """
-    # Noise that is too small, and its epsilon above the target.
-    low = 0.0
-    above = math.inf
-    # Noise that is enough, and its epsilon, at most the target.
-    high = math.inf
-    below = 0.0
+    too_small = 0.0
+    epsilon_above = math.inf
+    enough = math.inf
+    epsilon_below = 0.0
     # An aim inside the allowed band leaves room on both sides for guesses that miss.
     aim = target * (1 - 0.4 * slack)
     attempt = 0
-    while below < target * (1 - slack) and high > low * (1 + 2e-5) and attempt < _MOST_ATTEMPTS:
+    while epsilon_below < target * (1 - slack) and attempt < _MOST_ATTEMPTS:
+        if enough <= too_small * (1 + 2e-5):
+            break
         # Processors differ in the last digits, and so would the noise of equal runs.
         noise = float(f"{noise:.6g}")
         value = spent(noise)
         if value > target:
-            low = noise
-            above = value
+            too_small = noise
+            epsilon_above = value
         else:
-            high = noise
-            below = value
+            enough = noise
+            epsilon_below = value
         attempt += 1
-        if low == 0 or math.isinf(high):
+        if too_small == 0 or math.isinf(enough):
             # Epsilon decays like a power of the noise.
             noise *= min(max((value / aim) ** 0.8, 0.25), 4.0)
         else:
-            # Interpolate log-linearly, or bisect.
-            interpolate = attempt % 4 and below > 0 and math.isfinite(above)
-            part = math.log(aim / below) / math.log(above / below) if interpolate else 0.5
-            noise = high * (low / high) ** min(max(part, 0.02), 0.98)
-    if math.isinf(high):
+            part = 0.5
+            # Every fourth step bisects, because interpolation alone may move one end only.
+            if attempt % 4 and epsilon_below > 0 and math.isfinite(epsilon_above):
+                # Interpolate log-linearly.
+                part = math.log(aim / epsilon_below) / math.log(epsilon_above / epsilon_below)
+            noise = enough * (too_small / enough) ** min(max(part, 0.02), 0.98)
+    if math.isinf(enough):
         raise ValueError(
-            f"epsilon must be larger for this accountant, which proves no less than {above:.3g} "
-            f"with noise of {low:.3g}, got {target:.6g}. "
+            f"epsilon must be larger for this accountant, which proves no less than "
+            f"{epsilon_above:.3g} with noise of {too_small:.3g}, got {target:.6g}. "
             "Give a larger epsilon, or the accountant 'pld'."
         )
-    return high
+    return enough

@@ -401,7 +401,7 @@ def running_epsilon(
 def first_rounds(ledger: Ledger, done: int) -> Ledger:
     """Return the first `done` rounds of a ledger.
 
-    Arrays that have one entry for all rounds stay as they are.
+    In a ledger of several rounds, arrays that have one entry for all rounds stay as they are.
     """
     rounds = len(ledger.participants)
 

@@ -161,7 +161,7 @@ def sum_noise(
     above = floor[:, None]
     insider = insider and clients > 1
     if insider:
-        # Nothing is left if one client adds all noise.
+        # An insider knows its own noise, which is the largest one at worst.
         above = above - _largest_other(noise) * (1 + 1e-9)
     return SumNoise(clients, noise, weights, floor, above, hides_cohort, replaced, insider)
 

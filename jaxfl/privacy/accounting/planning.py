@@ -504,7 +504,7 @@ def _largest(within: Callable[[int], bool], most: int) -> int:
         high = min(2 * high, most)
     if within(high):
         return high
-    # `low` meets the condition, or is 0.
+    # From here on `low` meets the condition, or is 0, and `high` does not meet it.
     low = high // 2
     while high - low > 1:
         middle = (low + high) // 2

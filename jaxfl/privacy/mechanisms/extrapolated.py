@@ -1,4 +1,4 @@
-"""The noise of a larger population on a simulated one."""
+"""The noise of a deployment's larger population, added to a simulation of fewer clients."""
 
 import dataclasses
 import math
@@ -31,6 +31,11 @@ class Extrapolated(Mechanism):
         population: Number of clients of the deployment.
         delta: Failure probability of the deployment. None stands for min(1e-5, 1 / (10
             population)).
+
+    All other arguments are those of `Mechanism`.
+
+    Raises:
+        ValueError: The cohort exceeds the population, clients add noise, or noise is 'grid'.
 
     Guarantee: The guarantee of this run's multiplier :math:`z m / m'`, which is weak. The statement
         lists the epsilon of the deployment, by Poisson sampling at rate m' over the population, as

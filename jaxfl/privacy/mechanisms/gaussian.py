@@ -410,7 +410,7 @@ class Mechanism:
     def _check_single_precision(self) -> None:
         """Reject values that vanish or overflow in squares and products."""
         check_clip("clip", self.clip)
-        # Smaller weights share the noise of the largest one.
+        # The noise of a round is in multiples of its largest weight, which alone may overflow.
         weights = extremes("weights", self.weight_table.max(axis=1))
         for name in ("noise_multiplier", "client_noise"):
             value = getattr(self, name)

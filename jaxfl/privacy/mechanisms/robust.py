@@ -139,7 +139,7 @@ class TrimmedMean(Robust):
             )
 
     def combine(self, rows: Tree, present: Bool[Array, "R"], count: Int[Array, ""]) -> Tree:
-        """Return the mean of the values that are left."""
+        """Return the mean of each coordinate without its smallest and its largest values."""
         # A product that is a whole number on paper may round to just below.
         cut = jnp.floor(self.share * count + 1e-6).astype(count.dtype)
         rank = jnp.arange(len(present))

@@ -53,14 +53,18 @@ def never_runs(monkeypatch):
 
 
 def refused(call, *, named, value=None):
-    """What is wrong with an error, or None: of the right kind, raised here, with the argument's name and value."""
+    """Return what is wrong with the error of a call.
+
+    None stands for a ValueError or TypeError of ours that has the argument's name and its value.
+    """
     try:
         call()
     except (ValueError, TypeError) as error:
         text, where = str(error), raised_in(error.__traceback__)
         if not where.startswith(SOURCE):
             return f"raised in {where}: {text}"
-        return None if named in text and tells(text, value) else f"unclear: {text}"
+        names = re.search(rf"\b{re.escape(named)}\b", text)
+        return None if names and tells(text, value) else f"unclear: {text}"
     except Exception as error:
         return f"crashed: {error!r}"
     return "accepted"
@@ -74,8 +78,10 @@ def raised_in(trace):
 
 
 def tells(text, value):
-    """Whether a text has a value, the type of an object, or the shape, the length or a part of a list."""
-    if show(value) in text or type(value).__name__ in text or callable(value):
+    """Return whether a text shows a value, its class, or the shape, length or a part of a list."""
+    # An error about what a function returns shows this instead of the function.
+    returns = getattr(value, "__name__", "") == "<lambda>"
+    if show(value) in text or type(value).__name__ in text or returns:
         return True
     try:
         array = np.asarray(value)
@@ -90,11 +96,6 @@ def tells(text, value):
     parts = value.values() if isinstance(value, dict) else value
     several = isinstance(value, dict | list | tuple) or array.ndim
     return bool(several) and any(tells(text, part) for part in parts)
-
-
-@pytest.mark.parametrize("name", malformed.FUNCTIONS)
-def test_every_public_argument_has_values_to_refuse(name):
-    assert all(kind.bad for kind in malformed.arguments(name).values())
 
 
 def test_the_table_names_what_there_is():
@@ -172,11 +173,11 @@ def test_a_misspelt_argument_names_the_one_that_was_meant(function, wrong, meant
 @pytest.mark.parametrize(
     ("function", "given", "message"),
     [
-        (fedavg, [MODEL, 0.5], r"^local and the .* by name, got .* 0\.5\. .*local="),
+        (fedavg, [MODEL, 0.5], r"^local must be given by name, .*got .* 0\.5\. .*local="),
         (
             simulate,
             [KEY, fedavg(MODEL), small_clients(), 3],
-            r"^rounds and the .* by name, got .* 3",
+            r"^rounds must be given by name, .*got .* 3\.",
         ),
         (fedavg, [], r"missing .* 'model'"),
     ],

@@ -68,7 +68,8 @@ def run(place: Place, options: Options) -> Result:
             place.name, f"{name}, mixed", facts=of_mixture, make=make, options=options
         )
     described = place._asdict() | {"title": place.title, "participants": place.participants}
-    return {"place": described, "seeds": list(seeds), "methods": parts}
+    constant = tuning.constant_scores(place, seeds)
+    return {"place": described, "seeds": list(seeds), "methods": parts, "constant": constant}
 
 
 def run_withdrawn(options: Options) -> Result:

@@ -2,6 +2,7 @@
 
 import math
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -139,6 +140,11 @@ def markdown(result: Result) -> str:
     found, place = comparison(result), result["place"]
     name = result["study"]
     parts = [TEXT.format(**place, name=name)]
+    constant = {whose: percent(scores) for whose, scores in result["constant"].items()}
+    parts.append(
+        f"Without training, the most frequent class of all participants scores {constant['all']}, "
+        f"and each client's own most frequent class {constant['own']}."
+    )
     parts += [summary(result, epsilon) for epsilon in epsilons_of(found)]
     private = [best(result, epsilon) for epsilon in epsilons_of(found)]
     shown = dict.fromkeys([alone(result), *(name for name, _ in SHOWN[1:]), *private])
@@ -305,8 +311,8 @@ def answer(results: Mapping[str, Result], counter: Result | None = None) -> str:
         for epsilon in (small, large)
     }
     sentences = [
-        "1. **Own labels first.** Where clients differ in which classes they have, weighting DP-FedAvg's "
-        "predictions by each client's own shares of classes (`prior_corrected`) "
+        "1. **Own labels first.** Where clients differ in which classes they have, weighting "
+        "DP-FedAvg's predictions by each client's own shares of classes (`prior_corrected`) "
         f"{changed}.",
         "2. **One recipe.** DP-FedAvg that each client adapts and mixes with a model of its own "
         f"(`dp_fedavg_mixed`) is {floor[small]} points above training alone at ε "
@@ -380,9 +386,7 @@ def draw_answer(results: Mapping[str, Result], path: pathlib.Path) -> None:
         panels = figure.subplots(1, len(epsilons), sharey=True, squeeze=False)[0]
         for axes, epsilon in zip(panels, epsilons, strict=True):
             _draw_gains(axes, places, epsilon)
-        titles = [
-            place["place"]["title"].replace(" features, ", " features,\n") for place in places
-        ]
+        titles = [re.sub("(,.*?,) ", r"\1\n", place["place"]["title"], count=1) for place in places]
         panels[0].set_yticks(range(len(places)), titles)
         panels[0].invert_yaxis()
         # Narrow screens show the left part of a picture, so that is where its legend must be.

@@ -47,6 +47,7 @@ _REMEDIES = {
     "Sampling": "Poisson(rate), FixedSize(size) or Full() of jaxfl.privacy",
     "Mechanism": "a jaxfl.privacy.Mechanism",
     "Algorithm": "an algorithm, for instance jaxfl.algorithms.fedavg(model)",
+    "Result": "what `simulate` returned",
     "Candidate": "jaxfl.Candidate(build), where build(mechanism) returns an algorithm",
     "Canaries": "jaxfl.privacy.Canaries(), or None for a run without an audit",
     "Clients": "clients from jaxfl.data.make_clients",
@@ -69,6 +70,9 @@ def nonzero(value: Any) -> bool:
 
 def show(value: Any) -> str:
     """Return a value for an error message: its repr if it is short, and otherwise its type."""
+    if isinstance(value, types.FunctionType):
+        # The repr of a function ends with an address, which says nothing to a reader.
+        return f"<function {value.__qualname__}>"
     # Python raises an error for the repr of an integer with thousands of digits.
     with contextlib.suppress(Exception):
         text = repr(value)
@@ -111,9 +115,10 @@ def check_count(name: str, value: Any, *, least: int = 1, most: int | None = Non
     if isinstance(number, int) and number >= least and (most is None or number <= most):
         return number
     limits = f"of at least {least}" if most is None else f"from {least} to {most}"
-    raise ValueError(
-        f"{name} must be a whole number {limits}, got {show(value)}. Give for instance {least}."
-    )
+    remedy = f"Give for instance {least}."
+    if isinstance(number, int) and most is not None and number > most:
+        remedy = f"Give at most {most}."
+    raise ValueError(f"{name} must be a whole number {limits}, got {show(value)}. {remedy}")
 
 
 def check_fraction(
@@ -442,7 +447,7 @@ def nearest(name: Any, known: Collection[str]) -> str:
     if close:
         return f"Did you mean {close[0]!r}?"
     if known:
-        return f"Give some of {', '.join(known)}."
+        return f"Choose from {', '.join(known)}."
     return "Leave it out."
 
 
@@ -452,7 +457,8 @@ def checked(**checks: Check) -> Callable[[_F], _F]:
     The function gets the values that the checks return. The annotation `int` requires a whole
     number of at least 1. `float` and `Number` require a finite number above 0, and `Literal` one of
     the named choices. Other annotations require a function, or an object of a class. None passes if
-    the annotation allows it.
+    the annotation allows it. Names that the function does not have, and arguments by position that
+    it takes by name, are errors of the same form.
 
     Args:
         checks: Checks by argument, for wider or narrower limits. Arguments with any other
@@ -538,6 +544,19 @@ def check_keywords(function: str, known: Collection[str], keywords: Collection[s
             )
 
 
+def check_accepts(name: str, function: Callable, keywords: Collection[str]) -> None:
+    """Require keyword arguments that any function has, also one that is not `checked`.
+
+    Args:
+        name: Name of the function in an error message.
+        function: The function.
+        keywords: Names of the keyword arguments.
+    """
+    parameters = inspect.signature(function).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        check_keywords(name, parameters, keywords)
+
+
 def _check_positional(signature: inspect.Signature, args: Sequence[Any]) -> None:
     """Require no more positional arguments than a function takes before its keyword arguments."""
     kinds = [parameter.kind for parameter in signature.parameters.values()]
@@ -547,7 +566,7 @@ def _check_positional(signature: inspect.Signature, args: Sequence[Any]) -> None
     if len(args) > first:
         name = list(signature.parameters)[first]
         raise TypeError(
-            f"{name} and the arguments after it must be given by name, got the positional argument "
+            f"{name} must be given by name, as all arguments after it, got the positional argument "
             f"{show(args[first])}. Write its name before it, for instance {name}=..."
         )
 

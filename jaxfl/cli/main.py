@@ -102,7 +102,10 @@ def _read_options(reader: Callable[..., T], words: list[str]) -> T:
             return reader(args=words)
     except SystemExit as end:
         if end.code:
-            print(f"error: {_message(box.getvalue())}", file=sys.stderr)
+            message = _message(box.getvalue())
+            if words[:1] == ["run"] and "Unrecognized options" in message:
+                message += " A number of the method is --option NAME=VALUE."
+            print(f"error: {message}", file=sys.stderr)
         raise
 
 
@@ -121,7 +124,7 @@ def _message(box: str) -> str:
         message = f"{message[:_LONGEST]}..."
     for comment in comments:
         hints += re.findall(r"^Perhaps you meant: \S+|^Available .*", comment)
-    return ". ".join([message.removesuffix("."), *hints])
+    return ". ".join([message.removesuffix("."), *hints]) + "."
 
 
 def command_line(config: Callable[..., T], description: str | None, **options: Any) -> T:

@@ -407,7 +407,7 @@ def _settings_from(kind: type, values: Any, where: str) -> Any:
     if not isinstance(values, Mapping):
         raise ValueError(
             f"config must have settings by name, got {show(values)} in {where}. "
-            f"Give some of {', '.join(fields)}."
+            f"Choose from {', '.join(fields)}."
         )
     for name in values:
         if name not in fields:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfl._support.checks import check_instance, key_of, show
+from jaxfl._support.checks import check_accepts, check_instance, key_of, show
 from jaxfl.engine.chunk import out_of_memory
 from jaxfl.engine.evaluate import summarize
 from jaxfl.engine.program import Points, over_points
@@ -420,6 +420,7 @@ def prepared_runs(
     rounds = method.rounds or rounds
     different = list({_signature(clients): clients for clients in populations}.values())
     algorithms = []
+    check_accepts(f"methods[{name!r}].build", method.build, method.points)
     for index in range(method.num_points):
         with _naming(name, method.point(index)):
             algorithms.append(check_instance("build(...)", method.at(index), (Algorithm,)))

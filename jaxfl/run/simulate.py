@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import inspect
 import math
 import os
 import pathlib
@@ -16,12 +15,12 @@ from jax import Array
 from jaxtyping import Float, Key
 
 from jaxfl._support.checks import (
+    check_accepts,
     check_count,
     check_counts,
     check_folder,
     check_instance,
     check_key,
-    check_keywords,
     checked,
 )
 from jaxfl.callbacks import Callback, check_callbacks
@@ -276,9 +275,7 @@ def sweep(
     assert isinstance(key, Array)
     count = _points(key, values)
     keys = jnp.broadcast_to(key, (count,))
-    parameters = inspect.signature(build).parameters
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        check_keywords("build", parameters, values)
+    check_accepts("build", build, values)
     rows = [{name: float(column[p]) for name, column in values.items()} for p in range(count)]
     algorithms = [check_instance("build(...)", build(**row), (Algorithm,)) for row in rows]
     columns = {name: np.asarray(column, np.float32) for name, column in values.items()}

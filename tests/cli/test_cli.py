@@ -130,10 +130,10 @@ def test_every_method_follows_its_settings(name):
     ("text", "named"),
     [
         ("method: [", "config must be a YAML file"),
-        ("3", "got 3 in .* Give some of population, model"),
+        ("3", "got 3 in .* Choose from population, model"),
         ("metod: fedavg", "got 'metod' in .* Did you mean 'method'"),
         ("population: {client: 3}", "got 'client' in population of .* Did you mean 'clients'"),
-        ("xyz: 1", "got 'xyz' in .* Give some of population, model"),
+        ("xyz: 1", "got 'xyz' in .* Choose from population, model"),
         ("method: fedavgg", "method must be one of .* got 'fedavgg'"),
         (
             "{method: fedavg, epsilon: 3}",
@@ -141,7 +141,7 @@ def test_every_method_follows_its_settings(name):
         ),
         (
             "{method: ditto, options: {mu: 3}}",
-            "options must name numbers of ditto, got 'mu'. Give some of penalty_weight",
+            "options must name numbers of ditto, got 'mu'. Choose from penalty_weight",
         ),
         (
             "{method: ditto, options: {penalty: 3}}",
@@ -291,7 +291,7 @@ def test_values_with_a_comma_between_them_get_a_hint(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["jaxfl", "compare", "--methods", "ditto,fedavg"])
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     assert exit_code() == 2
-    assert capsys.readouterr().err.endswith(". Separate values by spaces\n")
+    assert capsys.readouterr().err.endswith(". Separate values by spaces.\n")
 
 
 @pytest.mark.parametrize(

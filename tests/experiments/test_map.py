@@ -13,7 +13,7 @@ from experiments.map.__main__ import STUDIES, mixed_families
 from experiments.map.places import PLACES
 from jaxfl import LocalSGD, simulate
 from jaxfl.algorithms import dp_fedavg, dp_fedavg_mixed, fine_tuned
-from jaxfl.data import Dataset
+from jaxfl.data import Dataset, make_clients
 from jaxfl.privacy import Poisson
 
 PLACE = places.Place("digits", "pixels", "5 classes", 40, rounds=2, passes=2, batch_size=8)
@@ -198,7 +198,19 @@ def result_of(changed=None):
     found[report.RECIPE_PARTS[0]] = {"tuning": [tuned], "rows": mixture, "seconds": 36.0}
     place = PLACES[1]._asdict() | {"title": PLACES[1].title, "participants": PLACES[1].participants}
     facts = {"study": "place", "seeds": [0, 1], "date": "2026-01-01", "versions": {"jax": "1"}}
-    return {"place": place, "methods": found} | facts
+    constant = {"all": [0.1, 0.1], "own": [0.2, 0.2]}
+    return {"place": place, "methods": found, "constant": constant} | facts
+
+
+def test_one_class_for_all_examples_scores_its_share(monkeypatch):
+    labels = np.array([0, 0, 1, 2, 2, 1, 2, 1, 1, 0])
+    # The third client never takes part. The most frequent class of the others is 0.
+    train = [[0, 1, 2], [3, 4, 9], [5, 7, 8]]
+    test = [[0, 2, 3, 4], [6], [5]]
+    clients = make_clients((np.zeros((10, 2)), labels, np.zeros((10, 2)), labels), train, test)
+    monkeypatch.setattr(tuning, "clients_of", lambda place, seed: clients)
+    found = tuning.constant_scores(PLACE._replace(clients=3, unseen=1 / 3), [0])
+    assert found == {"all": [(1 / 4 + 0) / 2], "own": [(1 / 4 + 1) / 2]}
 
 
 def test_what_is_above_the_best_on_validation_is_not_below_it():

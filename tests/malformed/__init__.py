@@ -200,7 +200,8 @@ TAKEN: dict[str, list[Any]] = {
     "BLTNoise.client_noise": [0],
     "Extrapolated.client_noise": [0],
     "dp_fedavg_mixed.smoothing": [
-        # Seven values of the penalty come first, of which either is given.
+        # A call gets the values of all arguments at one position. The penalty's seven come first,
+        # because a method takes a penalty or shares.
         *[None] * 7,
         *of_positive(zero=True).good,
     ],

@@ -143,8 +143,8 @@ NARROW = [
 
 def of_positive(zero: bool = False, infinite: bool = False) -> Kind:
     ends = [*([0] if zero else []), *([INF] if infinite else [])]
-    zeros = [0, np.float64(0.5), jnp.int32(0)]
-    return Kind(1.0, inside(0, INF, *ends), [*NUMBERS, *(zeros if zero else [])])
+    further = [0, np.float64(0.5), jnp.int32(0)] if zero else []
+    return Kind(1.0, inside(0, INF, *ends), [*NUMBERS, *further])
 
 
 def of_count(least: int = 1, most: float = INF) -> Kind:

@@ -316,7 +316,11 @@ def either(rate):
             {"rate": [0.1]},
             r"methods\['late'\] at \(rate=0.1\): (build\(...\) must be of type Algorithm, got None|Type-check)",
         ),
-        (alone, {"rates": [0.1]}, r"methods\['late'\] at \(rates=0.1\): .*unexpected keyword"),
+        (
+            alone,
+            {"rates": [0.1]},
+            r"^rates must be an argument of methods\['late'\].build\(\), .*'rate'",
+        ),
         (
             private,
             {"rate": [0.1, 0.1], "clip": [1.0, -1.0]},

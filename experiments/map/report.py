@@ -300,23 +300,28 @@ def answer(results: Mapping[str, Result], counter: Result | None = None) -> str:
     by_labels = [place for place in places if place["place"]["skew"] in LABEL_SKEWS]
     by_others = [place for place in places if place["place"]["skew"] not in LABEL_SKEWS]
     plain = "linear DP-FedAvg"
-    known = _span([_gain(place, CORRECTED, plain, small) for place in by_labels])
-    changed = f"changes accuracy by {known} points at ε {number(small)} and costs no epsilon"
+
+    def corrected(of: Sequence[Result]) -> str:
+        return _at_both([CORRECTED, plain], of, (small, large))
+
+    changed = f"changes accuracy by {corrected(by_labels)}, and costs no epsilon."
     if by_others:
-        elsewhere = _span([_gain(place, CORRECTED, plain, small) for place in by_others])
-        changed += ". Where clients differ in other ways, it changes accuracy by "
-        changed += f"{elsewhere} points"
-    floor = {
-        epsilon: _span([_gain(place, RECIPE, alone(place), epsilon) for place in places])
-        for epsilon in (small, large)
-    }
+        changed += (
+            f" Where clients differ in other ways, it changes accuracy by {corrected(by_others)}."
+        )
+    floor = _at_both([RECIPE, None], places, (small, large))
+    second = (
+        "2. **One recipe.** Linear DP-FedAvg that each client adapts and mixes with a model of its "
+        f"own (`dp_fedavg_mixed`) differs from training alone by {floor}."
+    )
+    if few := [place for place in places if place["place"]["clients"] <= 100]:
+        own = _at_both([RECIPE, None], few, (small, large))
+        second += f" With 100 clients the difference is {own}."
     sentences = [
         "1. **Own labels first.** Where clients differ in which classes they have, weighting "
-        "DP-FedAvg's predictions by each client's own shares of classes (`prior_corrected`) "
-        f"{changed}.",
-        "2. **One recipe.** DP-FedAvg that each client adapts and mixes with a model of its own "
-        f"(`dp_fedavg_mixed`) is {floor[small]} points above training alone at ε "
-        f"{number(small)}, and {floor[large]} at ε {number(large)}.",
+        "linear DP-FedAvg's predictions by each client's own shares of classes "
+        f"(`prior_corrected`) {changed}",
+        second,
         f"3. **Others.** {_others(places, (small, large))}",
     ]
     if counter:
@@ -365,6 +370,24 @@ LABEL_SKEWS = ("2 classes", "5 classes", "Dirichlet 0.3")
 def _gain(result: Result, method: str, reference: str, epsilon: float) -> float:
     """Return the mean paired difference of a method to another, in points."""
     return 100 * differences(comparison(result), reference, epsilon)[method]["difference"]
+
+
+def _at_both(
+    methods: Sequence[str | None], places: Sequence[Result], epsilons: Sequence[float]
+) -> str:
+    """Return the span over places of a difference of two methods, at two epsilons.
+
+    Args:
+        methods: The two methods. None stands for training alone.
+        places: Results of the places.
+        epsilons: The two epsilons.
+    """
+    first, second = methods
+    small, large = (
+        _span([_gain(place, first, second or alone(place), epsilon) for place in places])
+        for epsilon in epsilons
+    )
+    return f"{small} points at ε {number(epsilons[0])} and {large} at ε {number(epsilons[1])}"
 
 
 def _span(gains: Sequence[float]) -> str:

@@ -47,19 +47,21 @@ def main(config: Config) -> None:
             }
             for measured in seconds.values():
                 measured.append(apart(measure, **cache))
-    rows = [
-        {"cache": state}
-        | {call: float(np.median([turn[call] for turn in turns])) for call in turns[0]}
+    medians = {
+        state: {call: float(np.median([turn[call] for turn in turns])) for call in turns[0]}
         for state, turns in seconds.items()
-    ]
-    cold, warm = rows
+    }
+    cold, warm = medians["cold"], medians["warm"]
     headline = (
         f"a first run takes {cold['first']:.2g} s, and {warm['first']:.2g} s if an earlier process "
         f"compiled it; another seed {warm['another_seed']:.2g} s"
     )
     drawn = {
-        f"{call}, {row['cache']}": row[call] for row in rows for call in row if call != "cache"
+        f"{call}, {state}": value
+        for state, measured in medians.items()
+        for call, value in measured.items()
     }
+    rows = [{"cache": state} | measured for state, measured in medians.items()]
     finish(config, "waiting", headline, rows, bars(drawn, "seconds", "what a user waits for"))
 
 

@@ -302,20 +302,20 @@ def answer(results: Mapping[str, Result], counter: Result | None = None) -> str:
     plain = "linear DP-FedAvg"
 
     def corrected(of: Sequence[Result]) -> str:
-        return _at_both([CORRECTED, plain], of, (small, large))
+        return _at_both(CORRECTED, plain, of, (small, large))
 
     changed = f"changes accuracy by {corrected(by_labels)}, and costs no epsilon."
     if by_others:
         changed += (
             f" Where clients differ in other ways, it changes accuracy by {corrected(by_others)}."
         )
-    floor = _at_both([RECIPE, None], places, (small, large))
+    floor = _at_both(RECIPE, None, places, (small, large))
     second = (
         "2. **One recipe.** Linear DP-FedAvg that each client adapts and mixes with a model of its "
         f"own (`dp_fedavg_mixed`) differs from training alone by {floor}."
     )
     if few := [place for place in places if place["place"]["clients"] <= 100]:
-        own = _at_both([RECIPE, None], few, (small, large))
+        own = _at_both(RECIPE, None, few, (small, large))
         second += f" With 100 clients the difference is {own}."
     sentences = [
         "1. **Own labels first.** Where clients differ in which classes they have, weighting "
@@ -373,18 +373,18 @@ def _gain(result: Result, method: str, reference: str, epsilon: float) -> float:
 
 
 def _at_both(
-    methods: Sequence[str | None], places: Sequence[Result], epsilons: Sequence[float]
+    method: str, reference: str | None, places: Sequence[Result], epsilons: Sequence[float]
 ) -> str:
-    """Return the span over places of a difference of two methods, at two epsilons.
+    """Return the span over places of a method's gain, at two epsilons.
 
     Args:
-        methods: The two methods. None stands for training alone.
+        method: The method.
+        reference: Method that the gain is over. None stands for training alone.
         places: Results of the places.
         epsilons: The two epsilons.
     """
-    first, second = methods
     small, large = (
-        _span([_gain(place, first, second or alone(place), epsilon) for place in places])
+        _span([_gain(place, method, reference or alone(place), epsilon) for place in places])
         for epsilon in epsilons
     )
     return f"{small} points at ε {number(epsilons[0])} and {large} at ε {number(epsilons[1])}"

@@ -151,11 +151,9 @@ def constant_scores(place: Place, seeds: Sequence[int]) -> dict[str, list[float]
     return found
 
 
-def _labels_of_each(
-    place: Place, labels: np.ndarray, lists: Any, sizes: np.ndarray
-) -> list[np.ndarray]:
+def _labels_of_each(place: Place, labels: np.ndarray, lists: Any, sizes: Any) -> list[np.ndarray]:
     """Return the labels of each participant's examples."""
-    listed = zip(lists, sizes[: place.participants], strict=False)
+    listed = zip(lists, np.asarray(sizes)[: place.participants], strict=False)
     return [labels[np.asarray(rows)[:size]] for rows, size in listed]
 
 

@@ -55,7 +55,7 @@ _REMEDIES = {
     "Encoder": "an encoder, for instance jaxfl.data.efficientnet_lite0()",
     "Module": "an instance of a module of Flax linen, for instance nn.Dense(10)",
 }
-"""Remedies if a class is required, by the name of the class, or of the first of several."""
+"""Remedy if an instance of a class is required, by the name of the class, or of the first class."""
 
 
 def traced(value: Any) -> bool:

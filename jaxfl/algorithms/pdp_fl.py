@@ -401,7 +401,7 @@ class NoiseByLevel(Mechanism):
     rule: LevelNoise = LevelNoise(0.0, 1.0, math.inf)  # noqa: RUF009 (immutable)
 
     def top_up(self, numbers: RoundNumbers, total: Total) -> Float[Array, ""]:
-        """Return the std for the sum of the cohort's levels, which are its weights."""
+        """Return the std over C of the noise, from the sum of the cohort's levels (its weights)."""
         del numbers
         return self.rule.std(total.weight)
 

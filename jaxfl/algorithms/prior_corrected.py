@@ -337,8 +337,8 @@ def class_counts(data: ClientData, classes: int) -> Float[Array, "K"]:
 def log_prior(data: ClientData, classes: int, smoothing: Number = 0.0) -> Float[Array, "K"]:
     """Return the logarithms of a client's shares of classes, relative to the largest share.
 
-    A class without examples has a large negative number in place of minus infinity, and a client
-    without examples has zeros.
+    Without smoothing, a class without examples has a large negative number in place of minus
+    infinity. A client without examples has zeros.
 
     Args:
         data: The client.

@@ -96,7 +96,7 @@ class FederatedData:
     """Data, and their partition among clients."""
 
     data: _Data = "digits"
-    """Dataset. `jaxfl data` lists those on this machine."""
+    """Dataset. `jaxfl data` shows which datasets are on this machine."""
     clients: int = 100
     """Number of clients, N."""
     partition: Literal["dirichlet", "classes", "iid"] = "dirichlet"

@@ -46,7 +46,7 @@ _POINT = 2**31
 
 
 class Streams(NamedTuple):
-    """Rule by which a run's streams of randomness follow from its key."""
+    """Rule by which a run's streams of randomness follow from its key, or from secret bits."""
 
     secret: bool
     """Whether cohorts and noise come from fresh bits of the system."""

@@ -240,7 +240,8 @@ def example_epsilon(
     Args:
         ledger: Rounds as they happened, or as planned. A client's least noise counts for all its
             rounds.
-        dp_sgd: Private local steps, whose noise is read from the ledger. None if there are none.
+        dp_sgd: Private local steps, whose noise is read from the ledger. None stands for local
+            steps without privacy, whose epsilon is infinite.
         accountant: "pld" or "rdp".
         delta: Failure probability. None stands for min(1e-5, 1 / (10 N)) with N examples.
         examples: N, the number of training examples of all clients together, which is public. None

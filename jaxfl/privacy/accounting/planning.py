@@ -56,7 +56,7 @@ _CYCLES = (2, 4, 8, 16, 32, 64)
 """Numbers of rounds in a cycle that `plan` tries."""
 
 _KNOWN: tuple[Kind, ...] = ("any cohort", "separated", "blt")
-"""Kinds whose guarantee rests on no coins."""
+"""Kinds whose guarantee does not rest on random sampling, and thus holds under limits."""
 
 _NONE: dict[str, Mechanism] = {}
 """No mechanisms of one's own."""
@@ -359,7 +359,7 @@ def _check_fits_plan(
     rounds: int,
     exposed: Callable[[Mechanism], Exposure],
 ) -> None:
-    """Require the plan's cohorts, a known error, and noise that the multiplier sets."""
+    """Require the plan's mean cohort size, a finite error, and noise that the multiplier sets."""
     error = float(mechanism.error(rounds))
     if not 0 < error < math.inf:
         raise ValueError(

@@ -361,8 +361,8 @@ def exposures(
 ) -> Float[np.ndarray, "#C"]:
     r"""Return the most clip bounds by which each client moves :math:`S x`.
 
-    That is :math:`\|S \mathbf{1}_P\|_2` of the client's rounds P. If a plan knows no more than
-    turns, or if all clients have the same rounds, the result is one number for all, the largest.
+    That is :math:`\|S \mathbf{1}_P\|_2` of the client's rounds P. The result is one number for all
+    clients, the largest, if `participants` is a `Turns`, or repeats one column by a stride of 0.
 
     Args:
         strategy: Coefficients of S.

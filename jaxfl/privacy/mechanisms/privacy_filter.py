@@ -123,7 +123,7 @@ class PrivacyFilter(Mechanism):
 
     @property
     def fixed_cohort(self) -> bool:
-        """Whether every round has as many participants. A filter that stops clients varies them."""
+        """Whether the number of participants is fixed. A filter that stops clients varies it."""
         return super().fixed_cohort and not self.least_total
 
     def init(self, key: Key[Array, "*S"], update: Callable[[], Tree], clients: int) -> Accounts:

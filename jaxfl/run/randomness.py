@@ -51,7 +51,7 @@ class Streams(NamedTuple):
     secret: bool
     """Whether cohorts and noise come from fresh bits of the system."""
     paired: bool = False
-    """Whether points of the same key have the same cohorts and noise."""
+    """Whether points of the same key have the same cohorts and noise, and with secret bits all."""
     numbers: tuple[int, ...] | None = None
     """Number of each point among the points of its key. None numbers them in their order."""
 
@@ -81,7 +81,9 @@ class Streams(NamedTuple):
         """Return what a privacy statement says about the randomness."""
         equal = key.ndim > 0 and len(np.unique(jax.random.key_data(key), axis=0)) < len(key)
         source = "secret" if self.secret else "seed"
-        return {"randomness": source, "paired": self.paired and equal}
+        # Paired points have the same secret bits, whatever their keys.
+        shared = equal or (self.secret and key.size > 1)
+        return {"randomness": source, "paired": self.paired and shared}
 
     def facts(self, keys: Keys) -> fingerprint.Facts:
         """Return facts that distinguish runs of one key. A hash stands for the secret key."""

@@ -238,9 +238,10 @@ def sweep(
         folder: Folder of the sweep. None writes nothing.
         batch: Number of points vectorised at a time. None runs one after the other in the same
             program, which is best on a CPU.
-        paired_noise: Whether points of one key also share their cohorts, and their noise up to its
-            scale. Differences between the points are then less noisy. But any two of the points
-            reveal the clean updates, so at most one may be published.
+        paired_noise: Whether points of one key, or with `secret_noise` all points, also share their
+            cohorts, and their noise up to its scale. Differences between the points are then less
+            noisy. But any two of the points reveal the clean updates, so at most one may be
+            published.
         keep_states: Whether clients' states stay when all rounds are done. They take the memory of
             points times clients. Otherwise results and folder have no states, so that the folder
             can be read, but not extended.

@@ -640,3 +640,16 @@ def test_seeds_and_raw_keys_are_keys_of_threefry(rbg):
     expected = jax.random.key(7, impl="threefry2x32")
     for given in (7, np.uint32(7), jax.random.key_data(expected), expected):
         assert check_key("key", given) == expected
+
+
+@pytest.mark.parametrize("equal", [True, False])
+@pytest.mark.parametrize("secret", [True, False])
+def test_a_statement_says_when_points_share_their_noise(secret, equal):
+    streams = Streams(secret, paired=True)
+    one, two = jax.random.split(jax.random.key(0))
+    key = jnp.stack([one, one if equal else two])
+    noise = jax.random.key_data(streams.keys(key, streams.bits(key, None)).noise)
+    shared = bool((noise[0] == noise[1]).all())
+    assert shared == (secret or equal)
+    assert streams.describe(key)["paired"] == shared
+    assert not Streams(secret, paired=True).describe(one)["paired"]

@@ -12,6 +12,7 @@ import platform
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -117,6 +118,21 @@ def apart(
             f"{module}.{function.__name__}{arguments} ended with {done.returncode}: {words}"
         )
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def cold_and_warm(call: Callable[..., Any]) -> dict[str, Any]:
+    """Return what a call gives with an empty compilation cache on disk, and with the one it filled.
+
+    Args:
+        call: Function of environment variables by keyword, which starts a process with these.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        start = functools.partial(
+            call,
+            JAX_COMPILATION_CACHE_DIR=folder,
+            JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+        )
+        return {state: start() for state in ("cold", "warm")}
 
 
 @functools.cache

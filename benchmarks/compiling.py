@@ -11,13 +11,12 @@ initialises server and clients. `compile` traces and compiles the round, or read
 
 import dataclasses
 import pathlib
-import tempfile
 import time
 
 import jax
 import tyro
 
-from benchmarks.common import OUT, apart, chart, finish
+from benchmarks.common import OUT, apart, chart, cold_and_warm, finish
 from benchmarks.workloads import (
     WORKLOADS,
     Name,
@@ -44,18 +43,15 @@ def main(config: Config) -> None:
     """Time each workload twice, each time in a new process."""
     rows = []
     for workload in config.workloads:
-        with tempfile.TemporaryDirectory() as folder:
-            cache = {
-                "JAX_COMPILATION_CACHE_DIR": folder,
-                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        measured = cold_and_warm(
+            lambda name=workload, **cache: apart(measure, name, time.time(), **cache)
+        )
+        for state, seconds in measured.items():
+            total = {
+                "total": sum(seconds.values()),
+                "start_to_round": sum(seconds[p] for p in PARTS[2:]),
             }
-            for state in ("cold", "warm"):
-                seconds = apart(measure, workload, time.time(), **cache)
-                total = {
-                    "total": sum(seconds.values()),
-                    "start_to_round": sum(seconds[p] for p in PARTS[2:]),
-                }
-                rows.append({"workload": workload, "cache": state} | seconds | total)
+            rows.append({"workload": workload, "cache": state} | seconds | total)
     cold, warm = rows[:2]
     headline = (
         f"{cold['workload']}: compiles in {cold['compile']:.2g} s; with a warm cache "

@@ -15,15 +15,13 @@ medians over the turns.
 import dataclasses
 import functools
 import pathlib
-import tempfile
 import time
 
-import numpy as np
 import optax
 import tyro
 
 import jaxfl
-from benchmarks.common import OUT, apart, bars, finish
+from benchmarks.common import OUT, apart, bars, cold_and_warm, finish, medians
 from jaxfl import LocalSGD, algorithms, data, models, privacy
 
 
@@ -38,30 +36,23 @@ class Config:
 
 def main(config: Config) -> None:
     """Time the calls in new processes."""
-    seconds: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}
-    for _ in range(config.turns):
-        with tempfile.TemporaryDirectory() as folder:
-            cache = {
-                "JAX_COMPILATION_CACHE_DIR": folder,
-                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            }
-            for measured in seconds.values():
-                measured.append(apart(measure, **cache))
-    medians = {
-        state: {call: float(np.median([turn[call] for turn in turns])) for call in turns[0]}
-        for state, turns in seconds.items()
+    turns = [cold_and_warm(functools.partial(apart, measure)) for _ in range(config.turns)]
+    seconds = {
+        state: medians({call: [turn[state][call] for turn in turns] for call in turns[0][state]})
+        for state in turns[0]
     }
-    cold, warm = medians["cold"], medians["warm"]
+    cold = seconds["cold"]
+    warm = seconds["warm"]
     headline = (
         f"a first run takes {cold['first']:.2g} s, and {warm['first']:.2g} s if an earlier process "
         f"compiled it; another seed {warm['another_seed']:.2g} s"
     )
     drawn = {
         f"{call}, {state}": value
-        for state, measured in medians.items()
+        for state, measured in seconds.items()
         for call, value in measured.items()
     }
-    rows = [{"cache": state} | measured for state, measured in medians.items()]
+    rows = [{"cache": state} | measured for state, measured in seconds.items()]
     finish(config, "waiting", headline, rows, bars(drawn, "seconds", "what a user waits for"))
 
 

@@ -404,6 +404,39 @@ def row_of(method: str, results: Sequence[Result]) -> Row:
     )
 
 
+def constant_scores(clients: Clients, participants: int | None = None) -> tuple[float, float]:
+    """Return the mean test accuracies of clients that predict one class for all examples.
+
+    The first number is that of the most frequent class of all participants' training examples, and
+    the second that of each client's own most frequent class. Clients without test examples do not
+    count.
+
+    Args:
+        clients: The clients.
+        participants: Number of the first clients, which alone count. None stands for all.
+    """
+    labels = np.asarray(clients.labels)
+    train = _labels_of_each(labels, clients.train, clients.train_size, participants)
+    test = _labels_of_each(labels, clients.test, clients.test_size, participants)
+    common = _most_frequent(np.concatenate(train))
+    tested = [(own, seen) for own, seen in zip(train, test, strict=True) if len(seen)]
+    of_all = [np.mean(seen == common) for _, seen in tested]
+    of_own = [np.mean(seen == _most_frequent(own)) for own, seen in tested]
+    return float(np.mean(of_all)), float(np.mean(of_own))
+
+
+def _labels_of_each(
+    labels: np.ndarray, lists: Any, sizes: Any, participants: int | None
+) -> list[np.ndarray]:
+    """Return the labels of each participant's examples."""
+    listed = zip(lists, np.asarray(sizes)[:participants], strict=False)
+    return [labels[np.asarray(rows)[:size]] for rows, size in listed]
+
+
+def _most_frequent(labels: np.ndarray) -> int:
+    return int(np.bincount(labels).argmax())
+
+
 def percent(values: Sequence[float]) -> str:
     """Format mean ± standard deviation over seeds in percent, or a dash if nothing was tested."""
     if np.isnan(values).any():

@@ -12,19 +12,21 @@ def address(root: pathlib.Path) -> str | None:
     Args:
         root: Folder at the top of the repository.
     """
-    try:
-        top, origin = (
-            subprocess.run(
-                ["git", "-C", str(root), *words], capture_output=True, text=True, check=False
-            ).stdout.strip()
-            for words in (("rev-parse", "--show-toplevel"), ("remote", "get-url", "origin"))
-        )
-    except FileNotFoundError:
-        # The site can be built where git is not installed.
-        return None
+    top = _git(root, "rev-parse", "--show-toplevel")
     # A copy without history may lie inside another repository, which git would find.
-    ours = bool(top) and pathlib.Path(top).resolve() == root.resolve()
-    return web_address(origin) if ours else None
+    if not top or pathlib.Path(top).resolve() != root.resolve():
+        return None
+    return web_address(_git(root, "remote", "get-url", "origin"))
+
+
+def _git(root: pathlib.Path, *words: str) -> str:
+    """Return what git prints in a folder, and nothing if it fails or is not installed."""
+    command = ["git", "-C", str(root), *words]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip()
 
 
 def web_address(origin: str) -> str | None:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from experiments.common import constant_scores
 from experiments.map import counter, tuning
 from experiments.map.methods import (
     POINTS,
@@ -18,7 +19,15 @@ from experiments.map.methods import (
     stopped,
     trained_alone,
 )
-from experiments.map.places import EPSILONS, PLACES, SEEDS, Place, dataset, earlier_place
+from experiments.map.places import (
+    EPSILONS,
+    PLACES,
+    SEEDS,
+    Place,
+    clients_of,
+    dataset,
+    earlier_place,
+)
 from experiments.map.report import WITHDRAWN, counter_run, draw, markdown, withdrawn
 from experiments.study import Options, Result, Study, command, part
 
@@ -68,8 +77,14 @@ def run(place: Place, options: Options) -> Result:
             place.name, f"{name}, mixed", facts=of_mixture, make=make, options=options
         )
     described = place._asdict() | {"title": place.title, "participants": place.participants}
-    constant = tuning.constant_scores(place, seeds)
-    return {"place": described, "seeds": list(seeds), "methods": parts, "constant": constant}
+    constant = [constant_scores(clients_of(place, seed), place.participants) for seed in seeds]
+    of_all, of_own = zip(*constant, strict=True)
+    return {
+        "place": described,
+        "seeds": list(seeds),
+        "methods": parts,
+        "constant": {"all": list(of_all), "own": list(of_own)},
+    }
 
 
 def run_withdrawn(options: Options) -> Result:

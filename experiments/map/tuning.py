@@ -130,37 +130,6 @@ def mixtures(
     return found | {"seconds": round(time.process_time() - began, 1)}
 
 
-def constant_scores(place: Place, seeds: Sequence[int]) -> dict[str, list[float]]:
-    """Return the accuracies of predicting one class for all examples, by seed.
-
-    "all" predicts the most frequent class of all participants' training examples, and "own" each
-    client's most frequent class. The accuracies are means over participants with test examples.
-    """
-    found: dict[str, list[float]] = {"all": [], "own": []}
-    for seed in seeds:
-        clients = clients_of(place, seed)
-        labels = np.asarray(clients.labels)
-        train = _labels_of_each(place, labels, clients.train, clients.train_size)
-        test = _labels_of_each(place, labels, clients.test, clients.test_size)
-        common = _most_frequent(np.concatenate(train))
-        pairs = [(own, tested) for own, tested in zip(train, test, strict=True) if len(tested)]
-        found["all"].append(float(np.mean([np.mean(tested == common) for _, tested in pairs])))
-        found["own"].append(
-            float(np.mean([np.mean(tested == _most_frequent(own)) for own, tested in pairs]))
-        )
-    return found
-
-
-def _labels_of_each(place: Place, labels: np.ndarray, lists: Any, sizes: Any) -> list[np.ndarray]:
-    """Return the labels of each participant's examples."""
-    listed = zip(lists, np.asarray(sizes)[: place.participants], strict=False)
-    return [labels[np.asarray(rows)[:size]] for rows, size in listed]
-
-
-def _most_frequent(labels: np.ndarray) -> int:
-    return int(np.bincount(labels).argmax())
-
-
 def final_rows(family: Family, place: Place, choices: Choices, seeds: Sequence[int]) -> list[Row]:
     """Return the scores of chosen points on the test examples of every final seed."""
     return [

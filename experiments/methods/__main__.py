@@ -16,7 +16,14 @@ import jax
 import numpy as np
 import optax
 
-from experiments.common import choose, percent, run_each, split_clients, starred
+from experiments.common import (
+    choose,
+    constant_scores,
+    percent,
+    run_each,
+    split_clients,
+    starred,
+)
 from experiments.study import Options, Result, Study, command, dated, listed, markdown_table, signed
 from jaxfl import Candidate, LocalSGD, grid, sweep
 from jaxfl.algorithms import (
@@ -263,20 +270,9 @@ def run(task: str, options: Options) -> Result:
         "data": data.name,
         "setting": setting._asdict(),
         "tuning_seed": TUNING_SEED,
-        "largest_class": [largest_class(clients) for clients in tested.values()],
+        "largest_class": [constant_scores(clients)[1] for clients in tested.values()],
         "methods": rows,
     }
-
-
-def largest_class(clients: Clients) -> float:
-    """Return the mean test accuracy of clients that always predict their largest training class."""
-    labels, found = np.asarray(clients.labels), []
-    for i in range(clients.num_clients):
-        train = labels[clients.train[i][: clients.train_size[i]]]
-        found.append(
-            np.mean(labels[clients.test[i][: clients.test_size[i]]] == np.bincount(train).argmax())
-        )
-    return float(np.mean(found))
 
 
 def markdown(result: Result) -> str:

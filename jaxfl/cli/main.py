@@ -102,17 +102,18 @@ def _read_options(reader: Callable[..., T], words: list[str]) -> T:
             return reader(args=words)
     except SystemExit as end:
         if end.code:
-            message = _message(box.getvalue())
-            if words[:1] == ["run"] and "Unrecognized options" in message:
-                message += " A number of the method is --option NAME=VALUE."
-            print(f"error: {message}", file=sys.stderr)
+            print(f"error: {_message(box.getvalue(), words[:1])}", file=sys.stderr)
         raise
 
 
-def _message(box: str) -> str:
-    """Return the message in a box of tyro.
+def _message(box: str, command: list[str]) -> str:
+    """Return the message in a box of tyro, and hints.
 
     Lines in the box separate a title, the message, comments and a footer.
+
+    Args:
+        box: The box.
+        command: Name of the command that was called, if there is one.
     """
     plain = re.sub(r"\x1b\[[0-9;]*m", "", box)
     lines = [line.strip(" |\u2500\u2502\u256d\u256e\u2570\u256f") for line in plain.splitlines()]
@@ -124,6 +125,8 @@ def _message(box: str) -> str:
         message = f"{message[:_LONGEST]}..."
     for comment in comments:
         hints += re.findall(r"^Perhaps you meant: \S+|^Available .*", comment)
+    if command == ["run"] and message.startswith("Unrecognized options"):
+        hints.append("A number of the method is --option NAME=VALUE")
     return ". ".join([message.removesuffix("."), *hints]) + "."
 
 

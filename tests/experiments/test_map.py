@@ -8,6 +8,7 @@ import optax
 import pytest
 from algorithms_table import MODEL, small_clients
 
+from experiments.common import constant_scores
 from experiments.map import methods, places, report, tuning
 from experiments.map.__main__ import STUDIES, mixed_families
 from experiments.map.places import PLACES
@@ -202,15 +203,13 @@ def result_of(changed=None):
     return {"place": place, "methods": found, "constant": constant} | facts
 
 
-def test_one_class_for_all_examples_scores_its_share(monkeypatch):
+def test_one_class_for_all_examples_scores_its_share():
     labels = np.array([0, 0, 1, 2, 2, 1, 2, 1, 1, 0])
     # The third client never takes part. The most frequent class of the others is 0.
     train = [[0, 1, 2], [3, 4, 9], [5, 7, 8]]
     test = [[0, 2, 3, 4], [6], [5]]
     clients = make_clients((np.zeros((10, 2)), labels, np.zeros((10, 2)), labels), train, test)
-    monkeypatch.setattr(tuning, "clients_of", lambda place, seed: clients)
-    found = tuning.constant_scores(PLACE._replace(clients=3, unseen=1 / 3), [0])
-    assert found == {"all": [(1 / 4 + 0) / 2], "own": [(1 / 4 + 1) / 2]}
+    assert constant_scores(clients, 2) == ((1 / 4 + 0) / 2, (1 / 4 + 1) / 2)
 
 
 def test_what_is_above_the_best_on_validation_is_not_below_it():

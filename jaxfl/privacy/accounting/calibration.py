@@ -351,9 +351,11 @@ def _search(
     # An aim inside the allowed band leaves room on both sides for guesses that miss.
     aim = target * (1 - 0.4 * slack)
     attempt = 0
-    while epsilon_below < target * (1 - slack) and attempt < _MOST_ATTEMPTS:
-        if enough <= too_small * (1 + 2e-5):
-            break
+    while (
+        epsilon_below < target * (1 - slack)
+        and enough > too_small * (1 + 2e-5)
+        and attempt < _MOST_ATTEMPTS
+    ):
         # Processors differ in the last digits, and so would the noise of equal runs.
         noise = float(f"{noise:.6g}")
         value = spent(noise)

@@ -305,8 +305,8 @@ def families(
     of_average = space(rate=START, clip=CLIPS, tuning=FURTHER)
 
     def average(network: Model) -> Family:
+        mixed_ways = fitted("tuning")["mixed_ways"]
         method = averaged(place, network)
-        mixed_ways = ("fine_tuned", "fine_tuned_corrected")
         return family(method, of_average, tuned_ways(network), mixed_ways, ceiling=True)
 
     return {

@@ -676,6 +676,18 @@ def test_examples_of_clients_with_their_own_noise():
     assert bounds[0] == own[0]
 
 
+def test_examples_of_many_kinds_of_clients_count_as_those_of_the_most_frequent_one():
+    clients = 70
+    rounds_of_client = np.arange(clients)
+    present = np.arange(clients)[:, None] < rounds_of_client
+    steps_of = private_steps(10.0, steps=1)
+    options: dict[str, Any] = {"accountant": "rdp", "delta": 1e-5}
+    many = example_epsilon(ledger(Mechanism(), present, steps_of), steps_of, **options)
+    most = of_examples(steps_of, 1, clients - 1, **options)
+    assert many.per_client[0] == 0
+    np.testing.assert_allclose(many.per_client[1:], most.value)
+
+
 def test_examples_without_clip_or_noise_have_no_epsilon():
     for steps in (None, private_steps(0.0), private_steps(np.array([0.0, 1.0]))):
         found = of_examples(steps, 2, 1)

@@ -248,8 +248,8 @@ def example_epsilon(
             stands for the number of clients.
 
     Guarantee: Example-level privacy under zero-out adjacency. An example belongs to one client.
-        With more than 64 kinds of clients, every client counts as participating as often as the
-        most frequent one, and as having the largest rate.
+        With more than 64 kinds of clients, every client that ever participates counts as
+        participating as often as the most frequent one, and as having the largest rate.
 
     >>> steps = DPSGD(clip=1.0, noise_multiplier=1.0, rate=0.1, steps=10)
     >>> run = planned_ledger(Mechanism(), clients=4, rounds=10, dp_sgd=steps)
@@ -270,7 +270,8 @@ def example_epsilon(
     kinds, kind_of_client = np.unique(facts, axis=1, return_inverse=True)
     if kinds.shape[1] > 64:
         # More noise, a smaller rate and fewer rounds only lower epsilon.
-        pooled = np.stack([noise, np.full(clients, rates.max()), np.full(clients, rounds.max())])
+        most_rounds = np.where(rounds > 0, rounds.max(), 0)
+        pooled = np.stack([noise, np.full(clients, rates.max()), most_rounds])
         kinds, kind_of_client = np.unique(pooled, axis=1, return_inverse=True)
     evaluate = accountants.rdp_epsilon if accountant == "rdp" else accountants.pld_epsilon
 
@@ -282,7 +283,8 @@ def example_epsilon(
     per_client = np.array([of_kind(*kind) for kind in kinds.T])[kind_of_client.reshape(-1)]
     worst = float(per_client.max())
     if math.isinf(worst):
-        reason = _TINY if kinds[0].all() else "local steps add no noise"
+        noises, _, counts = kinds
+        reason = _TINY if noises[counts > 0].all() else "local steps add no noise"
         return Epsilon(worst, per_client, "none", reason)
     rate = " to ".join(f"{rate:g}" for rate in dict.fromkeys([rates.min(), rates.max()]))
     theorem = f"Poisson-sampled Gaussian, rate {rate}, zero-out, {dp_sgd.steps} steps per round"

@@ -301,7 +301,7 @@ SAMPLERS: dict[str, Sampling] = {
     "poisson": Poisson(0.5),
     "fixed size": FixedSize(6),
     "cyclic": CyclicPoisson(0.3, 2),
-    "separated": MinSeparation(3, 2),
+    "separated": MinSeparation(3, separation=2),
     "bins": BallsInBins(4),
 }
 """Every sampler, for the clients of `SIZES`."""
@@ -312,7 +312,7 @@ MECHANISMS: dict[str, Mechanism] = {
         clip=0.2, noise_multiplier=1.0, sampling=Poisson(0.6), bit_noise=2.0
     ),
     "banded noise": BandedNoise(clip=0.2, noise_multiplier=1.0, bands=2),
-    "blt noise": BLTNoise(clip=0.2, noise_multiplier=1.0, sampling=MinSeparation(3, 2)),
+    "blt noise": BLTNoise(clip=0.2, noise_multiplier=1.0, sampling=MinSeparation(3, separation=2)),
     "amplified bands": BandedNoise(
         clip=0.2, noise_multiplier=1.0, bands=2, sampling=CyclicPoisson(0.3, 2)
     ),

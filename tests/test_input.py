@@ -638,7 +638,7 @@ def test_a_run_in_64_bits_is_the_same_run():
         (["--rate", "0"], "rate must be a number in (0, 1], got 0.0"),
         (["--delta", "nan"], "delta must be a number in (0, 1), got nan"),
         (["--epsilon", "inf"], "epsilon must be a finite number above 0, got inf"),
-        (["--scale", "huge"], "invalid choice 'huge' for argument '--scale'"),
+        (["--scale", "huge"], "scale must be one of its choices, got 'huge'"),
     ],
 )
 def test_a_command_line_that_does_not_fit_is_told_in_words(options, named, monkeypatch, capsys):

@@ -37,7 +37,7 @@ _GENERATOR = "threefry2x32"
 
 _REMEDIES = {
     "bool": "True or False",
-    "str": "a text",
+    "str": "text in quotation marks",
     "Model": "a model, for instance jaxfl.models.lenet()",
     "GradientTransformation": "an optimizer of optax, for instance optax.sgd(0.1), or of "
     "optax.MultiSteps its gradient_transformation()",
@@ -399,7 +399,7 @@ def check_not_empty(name: str, value: Any, *, check: Check) -> Any:
     entries = check(name, value)
     if not len(entries):
         raise ValueError(
-            f"{name} must have at least one entry, got {show(value)}. Give one or more."
+            f"{name} must have at least one entry, got {show(value)}. Give one entry or more."
         )
     return entries
 

@@ -29,7 +29,7 @@ from rich.table import Table
 
 import jaxfl
 from jaxfl import privacy
-from jaxfl._support.checks import check_choice, check_count, key_of
+from jaxfl._support.checks import check_choice, check_count, key_of, nearest, show
 from jaxfl._support.files import cache_folder
 from jaxfl.algorithms import dp_fedavg
 from jaxfl.backend import backend
@@ -50,6 +50,23 @@ T = TypeVar("T")
 
 _LONGEST = 500
 """Number of characters of a message that are printed."""
+
+_CHOICE = r"invalid choice '(.*)' for argument '--(\S+)'\. Expected one of \((.*)\)"
+"""Pattern of tyro's message on a value that is not among an option's choices."""
+
+_FORMS = (
+    (r"Expected one of \{(.*)\}", r"command must be given, got none. Choose from \1"),
+    (
+        r"--(\S+): invalid literal .*: (.*)",
+        r"\1 must be a whole number, got \2. Write it in digits",
+    ),
+    (r"--(\S+): could not convert .*: (.*)", r"\1 must be a number, got \2. Give for instance 0.5"),
+    (
+        r"Missing value for argument '--(\S+)'.*",
+        r"\1 must have a value, got none. Write it after --\1",
+    ),
+)
+"""Patterns of tyro's other messages, each with the sentences of this library that say the same."""
 
 _LARGEST_DEPLOYMENT = 10**12
 """Largest numbers of clients and rounds of a deployment."""
@@ -107,27 +124,41 @@ def _read_options(reader: Callable[..., T], words: list[str]) -> T:
 
 
 def _message(box: str, command: list[str]) -> str:
-    """Return the message in a box of tyro, and hints.
+    """Return the message in a box of tyro: what must hold, what was given, and a remedy.
 
     Lines in the box separate a title, the message, comments and a footer.
 
     Args:
         box: The box.
-        command: Name of the command that was called, if there is one.
+        command: Name of the command that was called, or [] if there is none.
     """
     plain = re.sub(r"\x1b\[[0-9;]*m", "", box)
     lines = [line.strip(" |\u2500\u2502\u256d\u256e\u2570\u256f") for line in plain.splitlines()]
     ruled = itertools.groupby(lines[1:], lambda line: not line.strip("-"))
     message, *comments = [" ".join(map(str.strip, part)) for rule, part in ruled if not rule]
-    message = re.sub(r"^Error parsing (\S*dummy\S*: )?", "", message)
-    hints = ["Separate values by spaces"] if re.search(r"choice '\w+,", message) else []
-    if len(message) > _LONGEST:
-        message = f"{message[:_LONGEST]}..."
+    message = re.sub(r"^Error parsing (\S*dummy\S*: )?", "", message).removesuffix(".")
+    if found := re.fullmatch(_CHOICE, message):
+        value, name, choices = found.groups()
+        near = nearest(value, re.findall(r"'(.*?)'", choices))
+        remedy = "Separate values by spaces." if "," in value else near
+        return f"{name} must be one of its choices, got {show(value)}. {remedy}"
+    if found := re.fullmatch(r"Unrecognized options: (.*)", message):
+        return _unknown(found[1], comments, command)
+    for pattern, sentences in _FORMS:
+        message = re.sub(f"^{pattern}$", sentences, message)
+    return f"{message[:_LONGEST]}..." if len(message) > _LONGEST else f"{message}."
+
+
+def _unknown(words: str, comments: list[str], command: list[str]) -> str:
+    """Return the message on words of a command line that no option takes."""
     for comment in comments:
-        hints += re.findall(r"^Perhaps you meant: \S+|^Available .*", comment)
-    if command == ["run"] and message.startswith("Unrecognized options"):
-        hints.append("A number of the method is --option NAME=VALUE")
-    return ". ".join([message.removesuffix("."), *hints]) + "."
+        if found := re.match(r"Available subcommands: (.*)", comment):
+            return f"command must be one of {found[1]}, got {show(words)}. Choose one of these."
+    similar = re.findall(r"Perhaps you meant: (\S+)", " ".join(comments))
+    remedies = [f"Did you mean {similar[0]}?"] if similar else ["Options are listed by --help."]
+    if command == ["run"]:
+        remedies.append("A number of the method is --option NAME=VALUE.")
+    return f"options must be known to the command, got {show(words)}. {' '.join(remedies)}"
 
 
 def command_line(config: Callable[..., T], description: str | None, **options: Any) -> T:

@@ -57,7 +57,7 @@ def by_owner(
     if not len(large_enough):
         raise ValueError(
             f"least must be at most {sizes.max(initial=0)}, the number of examples of the largest "
-            f"of {len(names)} owners, got {least}. Give a smaller number."
+            f"of {len(names)} owners, got {least}. Give a smaller least."
         )
 
     def rows_of(owner: np.ndarray) -> Partition:

@@ -131,7 +131,7 @@ def dirichlet(
     if clients * minimum > len(labels):
         raise ValueError(
             f"minimum must be at most {len(labels) // clients} for {len(labels)} examples and "
-            f"{clients} clients, got {minimum}. Give a smaller one."
+            f"{clients} clients, got {minimum}. Give a smaller minimum."
         )
     rng = np.random.default_rng(seed)
     owner = np.full(len(labels), -1)

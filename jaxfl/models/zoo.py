@@ -488,7 +488,7 @@ def _model_by_form(
     if _empty(init):
         raise ValueError(
             f"input_shape must leave a pixel after the convolutions of {name}, got {shape!r}. Give "
-            "a larger one."
+            "a larger height and width."
         )
     layers = depth_order(init)
     return Model(

@@ -444,7 +444,8 @@ class MinSeparation(Sampling):
     """
 
     size: int
-    separation: int
+    # If it were given by position, nobody would notice that it and the size were swapped.
+    separation: int = dataclasses.field(kw_only=True)
 
     def expected(self, clients: int) -> float:
         """Return the number of participants."""

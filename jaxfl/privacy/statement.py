@@ -167,10 +167,11 @@ def privacy_statement(
     >>> statement["honest"]["upload"]["epsilon"]
     'inf'
     """
-    if ledger.participants.shape[1] != clients:
+    known = ledger.participants.shape[1]
+    if clients != known:
         raise ValueError(
-            f"clients must be the {ledger.participants.shape[1]} clients of the ledger, "
-            f"got {clients!r}. Give their number."
+            f"clients must be {known}, the number of clients in the ledger, got {clients!r}. Give "
+            f"clients={known}."
         )
     claim = None
     if terms.claim is not None:

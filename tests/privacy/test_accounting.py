@@ -726,7 +726,7 @@ def test_own_noise_must_fit_the_clients():
         planned_ledger(Mechanism(), 4, 1, private_steps(np.ones(3)))
 
 
-@pytest.mark.parametrize("sampling", [CyclicPoisson(0.1, 4), MinSeparation(2, 4)])
+@pytest.mark.parametrize("sampling", [CyclicPoisson(0.1, 4), MinSeparation(2, separation=4)])
 def test_a_plan_tops_up_what_those_who_can_take_part_bring(sampling):
     m = Mechanism(clip=1.0, noise_multiplier=1.0, client_noise=0.1, sampling=sampling)
     ledger = planned_ledger(m, 20, 8)

@@ -171,7 +171,7 @@ def test_one_honest_run_in_a_hundred_is_hinted_at():
         BallsInBins(4),
         *(
             pytest.param(s, marks=pytest.mark.slow)
-            for s in (Full(), FixedSize(4), CyclicPoisson(0.2, 3), MinSeparation(2, 3))
+            for s in (Full(), FixedSize(4), CyclicPoisson(0.2, 3), MinSeparation(2, separation=3))
         ),
     ],
     ids=lambda sampling: type(sampling).__name__,

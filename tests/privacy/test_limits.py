@@ -97,7 +97,13 @@ def test_a_server_that_limits_participations_needs_the_square_root_of_their_numb
     """One Gaussian of z / (sqrt(k) |c|) for at most b bands, whatever the sampler and however many the rounds."""
     limits = {"participations": 12, "separation": 8}
     norm = math.sqrt(1 + 0.5**2 + 0.25**2)
-    for sampling in (Full(), Poisson(0.3), FixedSize(5), MinSeparation(5, 4), BallsInBins(3)):
+    for sampling in (
+        Full(),
+        Poisson(0.3),
+        FixedSize(5),
+        MinSeparation(5, separation=4),
+        BallsInBins(3),
+    ):
         banded = BandedNoise(clip=1.0, bands=3, coefficients=(0.5, 0.25), sampling=sampling)
         for mechanism, length in ((banded, norm), (Mechanism(clip=1.0, sampling=sampling), 1.0)):
             z = calibrate(2.0, clients=50, rounds=1000, delta=1e-6, mechanism=mechanism, **limits)
@@ -106,7 +112,7 @@ def test_a_server_that_limits_participations_needs_the_square_root_of_their_numb
 
 def test_limits_that_the_sampler_keeps_anyway_change_nothing():
     options = {"clients": 100, "rounds": 40}
-    for sampling in (Poisson(0.2), MinSeparation(5, 8)):
+    for sampling in (Poisson(0.2), MinSeparation(5, separation=8)):
         kept = {"participations": 40, "separation": 1}
         assert calibrate(2.0, sampling=sampling, **options) == calibrate(
             2.0, sampling=sampling, **options, **kept
@@ -115,7 +121,7 @@ def test_limits_that_the_sampler_keeps_anyway_change_nothing():
 
 def mechanisms():
     for sampling in (
-        Poisson(0.2), Full(), FixedSize(7), CyclicPoisson(0.05, 7), CyclicPoisson(0.125, 8), MinSeparation(3, 7),
+        Poisson(0.2), Full(), FixedSize(7), CyclicPoisson(0.05, 7), CyclicPoisson(0.125, 8), MinSeparation(3, separation=7),
         BallsInBins(6),
     ):  # fmt: skip
         yield Mechanism(clip=1.0, noise_multiplier=3.0, sampling=sampling)
@@ -126,7 +132,9 @@ def mechanisms():
         )
     yield AdaptiveClip(clip=1.0, noise_multiplier=3.0, sampling=Poisson(0.2))
     yield Mechanism(
-        clip=1.0, noise_multiplier=tuple(np.linspace(2, 4, 30)), sampling=MinSeparation(3, 7)
+        clip=1.0,
+        noise_multiplier=tuple(np.linspace(2, 4, 30)),
+        sampling=MinSeparation(3, separation=7),
     )
 
 
@@ -165,13 +173,13 @@ def test_ten_times_the_clients_in_ten_times_the_cohort_have_the_same_plan():
             larger.rdp.value,
         )
         assert each.error == pytest.approx(10 * larger.error)
-    for sampling in (MinSeparation(2, 7), CyclicPoisson(0.02, 7), Poisson(0.1)):
+    for sampling in (MinSeparation(2, separation=7), CyclicPoisson(0.02, 7), Poisson(0.1)):
         options = {"rounds": 45, "delta": 1e-6, "sampling": sampling}
         assert calibrate(2.0, clients=100, **options) == calibrate(2.0, clients=1000, **options)
 
 
 def test_a_plan_for_millions_of_clients_takes_no_table_of_them():
-    sampling = MinSeparation(5000, 24)
+    sampling = MinSeparation(5000, separation=24)
     mechanism = BandedNoise(clip=1.0, bands=24, sampling=sampling)
     tracemalloc.start()
     z = calibrate(2.0, clients=3_000_000, rounds=2000, delta=1e-8, mechanism=mechanism)
@@ -188,7 +196,7 @@ def test_billions_of_rounds_end_in_a_result_or_name_the_rounds():
     options = {"clients": 1000, "rounds": 10**9, "delta": 1e-6}
     z = calibrate(2.0, **options)
     assert 1.998 < get_epsilon_gaussian(z / math.sqrt(10**9), 1e-6) <= 2.0
-    turns = calibrate(2.0, sampling=MinSeparation(5, 100), **options)
+    turns = calibrate(2.0, sampling=MinSeparation(5, separation=100), **options)
     assert turns == pytest.approx(z / 10, rel=1e-3)
     # Between the central limit, z sqrt(T) q, and RDP's usual excess over it.
     assert 1 < calibrate(2.0, sampling=Poisson(0.01), **options) / (z / 100) < 1.1
@@ -292,7 +300,7 @@ def test_limited_plans_compare_what_needs_no_coins():
 
 
 def test_turns_are_the_samplers_table():
-    for sampling in (MinSeparation(2, 5), CyclicPoisson(0.1, 4)):
+    for sampling in (MinSeparation(2, separation=5), CyclicPoisson(0.1, 4)):
         turns = sampling.turns(23, 17)
         np.testing.assert_array_equal(np.asarray(turns), sampling.possible(23, 17))
         assert turns.most == sampling.possible(23, 17).sum(axis=0).max()
@@ -304,4 +312,4 @@ def test_a_cohort_that_no_group_holds_is_refused_with_the_reason():
     with pytest.raises(
         ValueError, match="at most 2083, the clients in each of 144 groups of 300000 clients"
     ):
-        MinSeparation(5000, 144).expected(300_000)
+        MinSeparation(5000, separation=144).expected(300_000)

@@ -54,7 +54,7 @@ def cohorts(sampling, clients, rounds):
     return np.stack([draw(t) for t in range(rounds)])
 
 
-@pytest.mark.parametrize("sampling", [CyclicPoisson(0.05, 4), MinSeparation(30, 4)])
+@pytest.mark.parametrize("sampling", [CyclicPoisson(0.05, 4), MinSeparation(30, separation=4)])
 def test_rounds_of_a_client_are_separated(sampling):
     drawn = cohorts(sampling, 1001, 24)
     for client in drawn.T:

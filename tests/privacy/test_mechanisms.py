@@ -240,7 +240,9 @@ def test_correlated_noise_is_charged_for_the_rounds_of_each_client():
 
 def test_separation_costs_the_square_root_of_the_rounds():
     """Rounds b apart: z / (sqrt(k) |c|), whatever the sampler of a fixed size."""
-    mechanism = BandedNoise(clip=1.0, noise_multiplier=4.0, bands=5, sampling=MinSeparation(2, 5))
+    mechanism = BandedNoise(
+        clip=1.0, noise_multiplier=4.0, bands=5, sampling=MinSeparation(2, separation=5)
+    )
     norm = np.linalg.norm(square_root(5))
     stated = epsilon(planned_ledger(mechanism, 20, 15), mechanism).value
     last = float(np.linalg.norm(np.tile(square_root(5), 3)))

@@ -175,7 +175,7 @@ def test_needs_name_what_an_epsilon_rests_on(plans):
         Poisson(0.5),
         FixedSize(5),
         CyclicPoisson(0.1, 5),
-        MinSeparation(2, 4),
+        MinSeparation(2, separation=4),
         BallsInBins(2),
     ],
 )
@@ -239,7 +239,7 @@ def test_a_mechanism_of_ones_own_leaves_the_error_that_it_states():
     assert mine.error == pytest.approx(of_poisson.error / 2 * 1.5, rel=2e-3)
     assert isinstance(mine.mechanism, Halved)
     assert mine.needs == ("hidden coins",)
-    banded = BandedNoise(bands=4, sampling=MinSeparation(50, 4))
+    banded = BandedNoise(bands=4, sampling=MinSeparation(50, separation=4))
     again, _ = plan(**SMALL, noise_multiplier=2.0, kinds=["poisson"], mechanisms={"bands": banded})
     assert again.kind == "bands"
     assert again.error == pytest.approx(2 / 50 * banded.error(60))

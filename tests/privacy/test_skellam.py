@@ -171,7 +171,7 @@ def test_rounds_compose_like_the_librarys_divergences():
 
 
 def test_noise_is_calibrated_for_the_shares_that_a_plan_counts_on():
-    sampling = MinSeparation(100, 20)
+    sampling = MinSeparation(100, separation=20)
     mechanism = Skellam(**BASE, sampling=sampling, dropout=0.2)
     z = calibrate(2.0, clients=2000, rounds=60, mechanism=mechanism)
     gaussian = calibrate(2.0, clients=2000, rounds=60, sampling=sampling, accountant="rdp")

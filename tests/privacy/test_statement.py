@@ -414,7 +414,9 @@ def test_write(tmp_path):
 
 def test_clients_must_be_the_ledgers():
     m = Mechanism(clip=1.0, noise_multiplier=9.0)
-    with pytest.raises(ValueError, match="clients must be the 4 clients of the ledger, got 3"):
+    with pytest.raises(
+        ValueError, match="clients must be 4, the number of clients in the ledger, got 3"
+    ):
         privacy_statement(planned_ledger(m, 4, 2), m, 3)
 
 

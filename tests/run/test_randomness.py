@@ -193,7 +193,7 @@ SAMPLERS = {
     "poisson": Poisson(0.1),
     "fixed size": FixedSize(10),
     "cyclic": CyclicPoisson(0.1, 2),
-    "separated": MinSeparation(10, 2),
+    "separated": MinSeparation(10, separation=2),
     "bins": BallsInBins(4),
 }
 
@@ -220,7 +220,7 @@ def test_secret_cohorts_of_a_size_are_uniform():
     pairs = jax.random.wrap_key_data(
         jax.random.bits(KEY, (4000, 2, 2), jnp.uint32), impl="threefry2x32"
     )
-    for sampling, rate in ((FixedSize(3), 3 / 12), (MinSeparation(3, 2), 3 / 6)):
+    for sampling, rate in ((FixedSize(3), 3 / 12), (MinSeparation(3, separation=2), 3 / 6)):
         drawn = np.asarray(jax.vmap(lambda pair, own=sampling: own.sample(pair, 12, 0))(pairs))
         assert np.all(drawn.sum(axis=1) == 3)
         often = drawn.mean(axis=0)

@@ -474,7 +474,7 @@ def _candidates(
         bins = round(clients / cohort)
         return [Mechanism(**base, sampling=BallsInBins(bins))] if bins <= MOST_BINS else []
     if kind == "any cohort":
-        return [Mechanism(**base, sampling=MinSeparation(cohort, 1))]
+        return [Mechanism(**base, sampling=MinSeparation(cohort, separation=1))]
     if rounds > _MOST_CORRELATED:
         return []
     if kind == "banded":
@@ -484,12 +484,14 @@ def _candidates(
     if kind == "blt":
         gap = separation or widest
         numbers = blt(_BUFFERS, rounds, gap, participations)._asdict()
-        return [BLTNoise(**base, **numbers, sampling=MinSeparation(cohort, gap))]
+        return [BLTNoise(**base, **numbers, sampling=MinSeparation(cohort, separation=gap))]
     if separation is None:
         gaps = sorted({*cycles, widest})
-        return [BandedNoise(**base, bands=b, sampling=MinSeparation(cohort, b)) for b in gaps]
+        return [
+            BandedNoise(**base, bands=b, sampling=MinSeparation(cohort, separation=b)) for b in gaps
+        ]
     bands = {1, min(rounds, separation), *(b for b in _CYCLES if b <= rounds)}
-    sampling = MinSeparation(cohort, separation)
+    sampling = MinSeparation(cohort, separation=separation)
     return [BandedNoise(**base, bands=b, sampling=sampling) for b in sorted(bands)]
 
 

@@ -53,7 +53,7 @@ class Robust(Mechanism):
         """Raise an error, because nothing is summed."""
         raise ValueError(
             f"audit must be None for {type(self).__name__}, which adds nothing up and has no "
-            "epsilon, got an audit. Leave it out."
+            "epsilon, got an audit. Give audit=None."
         )
 
     def contribute(

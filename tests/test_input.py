@@ -11,13 +11,13 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import malformed
 import numpy as np
 import optax
 import optax.contrib
 import pytest
 from algorithms_table import MODEL, small_clients
 from flax import nnx
+from malformed import functions
 from reference import padded
 
 import jaxfl
@@ -99,12 +99,12 @@ def tells(text, value):
 
 
 def test_the_table_names_what_there_is():
-    arguments = {name: malformed.arguments(name) for name in malformed.FUNCTIONS}
+    arguments = {name: functions.arguments(name) for name in functions.FUNCTIONS}
     known = {f"{name}.{argument}" for name in arguments for argument in arguments[name]}
     known |= {argument for kinds in arguments.values() for argument in kinds}
-    assert malformed.PUBLIC.keys() >= malformed.RECORDS
-    assert malformed.ROWS.keys() <= arguments.keys()
-    assert {*malformed.VALUES, *malformed.TAKES, *malformed.REFUSED, *malformed.TAKEN} <= known
+    assert functions.PUBLIC.keys() >= functions.RECORDS
+    assert functions.ROWS.keys() <= arguments.keys()
+    assert {*functions.VALUES, *functions.TAKES, *functions.REFUSED, *functions.TAKEN} <= known
 
 
 def test_lists_in_place_of_a_populations_arrays_are_refused_by_field(never_runs):
@@ -120,17 +120,17 @@ def test_lists_in_place_of_a_populations_arrays_are_refused_by_field(never_runs)
 
 
 def test_the_table_has_160000_cases():
-    kinds = [kind for name in malformed.FUNCTIONS for kind in malformed.arguments(name).values()]
+    kinds = [kind for name in functions.FUNCTIONS for kind in functions.arguments(name).values()]
     assert sum(len(kind.bad) for kind in kinds) >= 160_000
 
 
-@pytest.mark.parametrize("name", malformed.FUNCTIONS)
+@pytest.mark.parametrize("name", functions.FUNCTIONS)
 def test_malformed_arguments_are_refused(name, never_runs):
     found = {}
-    for argument, kind in malformed.arguments(name).items():
+    for argument, kind in functions.arguments(name).items():
         for value in kind.bad:
             wrong = refused(
-                lambda a=argument, v=value: malformed.call(name, **{a: v}),
+                lambda a=argument, v=value: functions.call(name, **{a: v}),
                 named=argument,
                 value=value,
             )
@@ -139,16 +139,16 @@ def test_malformed_arguments_are_refused(name, never_runs):
     assert not found
 
 
-@pytest.mark.parametrize("name", malformed.FUNCTIONS)
+@pytest.mark.parametrize("name", functions.FUNCTIONS)
 def test_numpy_and_jax_values_are_taken(name, never_runs):
     if name == "minilm_classifier":
         pytest.importorskip("all_minilm_l6_v2", reason="the weights are in an optional package")
-    good = {argument: kind.good for argument, kind in malformed.arguments(name).items()}
+    good = {argument: kind.good for argument, kind in functions.arguments(name).items()}
     # The arguments of one call are all of the same form.
     for i in range(1 + max(map(len, good.values()), default=0)):
         changes = {argument: values[i] for argument, values in good.items() if i < len(values)}
         with contextlib.suppress(Reached):
-            malformed.call(name, **changes)
+            functions.call(name, **changes)
 
 
 @pytest.mark.parametrize(

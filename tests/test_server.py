@@ -4,11 +4,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import malformed
 import numpy as np
 import optax
 import pytest
 from algorithms_table import MODEL, SEND_WEIGHTS, small_clients
+from malformed import functions
 
 from jaxfl import algorithms, simulate, sweep
 from jaxfl.algorithms import dp_fedavg, fedadagrad, fedadam, fedavg, fedyogi
@@ -83,7 +83,7 @@ def test_its_rate_may_be_swept():
 
 
 BUILDERS = [name for name in algorithms.__all__ if name not in SECOND]
-USERS = [name for name in BUILDERS if "server_optimizer" in malformed.arguments(name)]
+USERS = [name for name in BUILDERS if "server_optimizer" in functions.arguments(name)]
 
 
 def test_who_sends_weights_or_has_a_step_of_its_own_refuses_a_servers_optimizer():
@@ -91,18 +91,18 @@ def test_who_sends_weights_or_has_a_step_of_its_own_refuses_a_servers_optimizer(
     assert {*SEND_WEIGHTS, "adp_pfl_paper", "local_only", "ppsgd"} <= others
     for name in others:
         with pytest.raises(TypeError, match="server_optimizer"):
-            malformed.call(name, server_optimizer=fedadam(0.1))
+            functions.call(name, server_optimizer=fedadam(0.1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", USERS)
 def test_who_takes_one_uses_it(name):
-    frozen = malformed.call(name, server_optimizer=optax.sgd(0.0))
+    frozen = functions.call(name, server_optimizer=optax.sgd(0.0))
     server, _ = frozen.init(KEY, 2)
     update = jax.tree.map(jnp.ones_like, _sent(frozen, server))
     after = frozen.server_update(server, update)
     jax.tree.map(np.testing.assert_array_equal, after.params, server.params)
-    moves = malformed.call(name, server_optimizer=fedadam(0.1))
+    moves = functions.call(name, server_optimizer=fedadam(0.1))
     server, _ = moves.init(KEY, 2)
     assert (
         optax.tree.norm(optax.tree.sub(moves.server_update(server, update).params, server.params))

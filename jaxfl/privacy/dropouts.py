@@ -74,7 +74,7 @@ class Dropouts(Sampling):
         return self.sampling.drawn(clients)
 
     def drawn_of(self, arrived: Bool[np.ndarray, "T C"]) -> Float[np.ndarray, "T"]:
-        """Return the size of a fixed cohort, or an estimate from who arrived."""
+        """Return the size of a fixed cohort by round, or an estimate from who arrived."""
         clients = arrived.shape[1]
         if self.sampling.fixed:
             return np.full(len(arrived), self.drawn(clients))
@@ -131,7 +131,10 @@ class Dropouts(Sampling):
         return self.sampling.sample_canaries(key, clients, count, index)
 
     def view(self, noise: SumNoise) -> View:
-        """Return the inner sampler's view, in which no client counts on the noise of another."""
+        """Return the inner sampler's view.
+
+        If clients add noise, no client counts on another's, and nothing is amplified.
+        """
         if not noise.clients_add.any():
             return self.sampling.view(noise)
         alone = noise._replace(
@@ -146,7 +149,7 @@ class Dropouts(Sampling):
         )
 
     def describe(self) -> dict[str, Any]:
-        """Return the inner sampler's entry, and the share of clients who return."""
+        """Return the inner sampler's entry, and the mean availability in words."""
         share = f"{100 * self.mean:.4g}%"
         return {**self.sampling.describe(), "availability": f"of whom {share} return"}
 
@@ -155,7 +158,7 @@ class Dropouts(Sampling):
         return self.sampling.needs(stateful)
 
     def assumed(self, stateful: bool) -> dict[str, str]:
-        """Return that dropping out depends on nothing private, in addition to other assumptions."""
+        """Return the inner sampler's assumptions, and that dropouts depend on nothing private."""
         return self.sampling.assumed(stateful) | {
             "independent_dropouts": "whether a drawn client's update arrives depends neither on "
             "data nor on the draw, and an update that does not arrive is seen by nobody; epsilon "
@@ -164,9 +167,9 @@ class Dropouts(Sampling):
 
 
 def with_dropouts(mechanism: Mechanism, availability: float | np.ndarray) -> Mechanism:
-    """Return a mechanism whose clients drop out.
+    """Return a mechanism whose clients drop out (`Dropouts`).
 
-    The mechanism stays as it is if all clients return, or if they send nothing.
+    The mechanism stays as it is if every availability is 1, or if clients send nothing.
     """
     if np.all(np.asarray(availability) == 1) or not mechanism.communicates:
         return mechanism

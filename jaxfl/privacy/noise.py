@@ -34,7 +34,7 @@ _TAIL = 10.6
 
 
 def derive(key: Key[Array, "*S"], *numbers: Int[Array, ""] | int) -> Key[Array, "*S"]:
-    """Fold numbers such as round, purpose and client into a key. A pair yields a pair."""
+    """Fold numbers such as round, purpose and client into a key, in order. A pair yields a pair."""
     for number in numbers:
         if key.ndim:
             key = jax.vmap(jax.random.fold_in, (0, None))(key, number)
@@ -56,9 +56,9 @@ def random_bits(key: Key[Array, "*S"], shape: tuple[int, ...]) -> UInt32[Array, 
 
 
 def random_pairs(key: Key[Array, "*S"], count: int) -> UInt32[Array, "2 count"]:
-    """Return 64 random bits for each of `count` entries, in the time of 32.
+    """Return two words of 32 random bits for each of `count` entries, in the time of one word.
 
-    Threefry's blocks have two words, of which both serve.
+    A block of Threefry has two words, and each entry takes one block.
     """
     if key.ndim:
         return random_pairs(key[0], count) ^ random_pairs(key[1], count)
@@ -69,9 +69,9 @@ def random_pairs(key: Key[Array, "*S"], count: int) -> UInt32[Array, "2 count"]:
 
 
 def normal(key: Key[Array, "*S"], shape: tuple[int, ...]) -> Float[Array, "..."]:
-    """Return standard normal draws.
+    """Return float32 draws of a standard normal variable.
 
-    For a key pair they are drawn by inversion, as in `jax.random.normal`.
+    A key pair draws them by inversion, as `jax.random.normal` does.
     """
     if not key.ndim:
         return jax.random.normal(key, shape, jnp.float32)
@@ -82,14 +82,14 @@ def normal(key: Key[Array, "*S"], shape: tuple[int, ...]) -> Float[Array, "..."]
 
 
 def single(key: Key[Array, "*S"]) -> Key[Array, ""]:
-    """Merge a key pair into one key."""
+    """Merge a key pair into one key, which has 64 bits. A single key stays as it is."""
     if not key.ndim:
         return key
     return jax.random.wrap_key_data(random_bits(key, (2,)), impl="threefry2x32")
 
 
 def add_gaussian(key: Key[Array, "*S"], tree: Tree, std: Float[Array, ""]) -> Tree:
-    """Add independent N(0, std^2) to every coordinate, in single precision whatever the dtypes.
+    """Add independent N(0, std^2) to every coordinate, and return a tree of float32.
 
     There is one draw for the flattened tree, because a draw per leaf would compile several times as
     long.
@@ -143,7 +143,7 @@ def add_grid_noise(key: Key[Array, "*S"], tree: Tree, mesh: Mesh) -> Tree:
 def _rounded_gaussian(
     bits: UInt32[Array, "2 D"], rest: Callable[[], UInt32[Array, "D"]]
 ) -> Int[Array, "D"]:
-    """Return X for each column of 63 bits and a sign.
+    """Return X of `add_grid_noise` for each column of 63 bits and a sign.
 
     Args:
         bits: Two words of random bits for each coordinate. The lowest bit of the second one is

@@ -28,9 +28,9 @@ from jaxfl.types import Number
 def coins(
     key: Key[Array, "*S"], count: int, rate: Number | Float[np.ndarray, "{count}"]
 ) -> Bool[Array, "{count}"]:
-    """Draw independent 64-bit coins that are True with probability `rate`, or each with its own.
+    """Draw `count` independent coins, each True with probability `rate` or its entry of `rate`.
 
-    The rate is rounded down to a multiple of 2^-64.
+    A rate is rounded down to a multiple of 2^-64, because a coin has 64 bits.
     """
     if not traced(rate) and np.all(np.asarray(rate) == 1):
         return jnp.ones(count, bool)
@@ -42,10 +42,10 @@ def coins(
 
 
 def permutation(key: Key[Array, "*S"], count: int) -> Int[Array, "{count}"]:
-    """Draw a uniformly random permutation.
+    """Draw a uniformly random permutation of 0 to `count` - 1.
 
-    A key pair draws 64 bits for each entry, and sorts them. Two of them agree with a probability
-    below count^2 2^-65.
+    With a key pair, each entry gets 64 random bits, by which entries are sorted. Two entries have
+    equal bits with a probability below count^2 2^-65.
     """
     if not key.ndim:
         return jax.random.permutation(key, count)
@@ -54,9 +54,10 @@ def permutation(key: Key[Array, "*S"], count: int) -> Int[Array, "{count}"]:
 
 
 def _rate_threshold(rate: Number | Float[np.ndarray, "C"]) -> tuple[Any, Any]:
-    """Return 2^64 times a rate below 1, or each client's, rounded down, as two words.
+    """Return 2^64 times the rate, or each client's rate, rounded down to integers below 2^64.
 
-    A traced rate is replaced by the next float below.
+    The two results are the high and the low 32 bits. A traced rate is replaced by the next float
+    below.
     """
     if traced(rate):
         scaled = jnp.nextafter(jnp.asarray(rate, jnp.float32), jnp.float32(0)) * 2.0**32
@@ -88,19 +89,23 @@ NEEDS = {
 class Sampling:
     """Rule that draws the participants of each round.
 
-    A sampler draws cohorts, and accounts for the amplification by hiding them.
+    A sampler draws cohorts, and accounts for the amplification that comes from hiding them.
     """
 
     def expected(self, clients: int) -> float:
-        """Return the mean number of participants."""
+        """Return the mean number of participants of a round."""
         raise NotImplementedError
 
     def drawn(self, clients: int) -> float:
-        """Return the mean number of drawn clients, of whom some may drop out (`Dropouts`)."""
+        """Return the mean number of drawn clients of a round, some of whom may drop out."""
         return self.expected(clients)
 
     def drawn_of(self, arrived: Bool[np.ndarray, "T C"]) -> Float[np.ndarray, "T"]:
-        """Return how many clients were drawn in each round, of whom these arrived."""
+        """Return the number of drawn clients in each round, some of whom may have dropped out.
+
+        Args:
+            arrived: Whether each client's update arrived, by round.
+        """
         return arrived.sum(axis=1).astype(float)
 
     def usual_cohort(self, clients: int) -> float:
@@ -124,7 +129,7 @@ class Sampling:
     def sample(
         self, key: Key[Array, "*S"], clients: int, index: Int[Array, ""] | int
     ) -> Bool[Array, "C"]:
-        """Draw the participants of round `index`.
+        """Draw the participants of round `index`, and return a mask of the clients.
 
         Args:
             key: Key of the round's `period`: a JAX key, or a pair under secret noise. `random_bits`
@@ -144,31 +149,32 @@ class Sampling:
         return 1
 
     def turns(self, clients: int, rounds: int) -> Bool[Any, "T C"]:
-        """Return `possible`, in a form that takes no memory if the sampler has one."""
+        """Return the table `possible`, or a `Turns`, which takes no memory until it is read."""
         return self.possible(clients, rounds)
 
     def sample_canaries(
         self, key: Key[Array, ""], clients: int, count: int, index: Int[Array, ""] | int
     ) -> tuple[Bool[Array, "K"], Float[Array, "#K"]]:
-        """Draw the canaries of an audit, and return their probability of participation.
+        """Return which of `count` canaries take part in round `index`, and with what probability.
 
-        A canary is one of `count` extra clients. The clients' own cohort is unaffected.
+        The probabilities have one entry for all canaries, or one for each. The clients' own cohort
+        is unaffected.
         """
         drawn = self.sample(key, count, index)
         return drawn, jnp.full(1, self.expected(clients) / clients)
 
     def view(self, noise: SumNoise) -> View:
-        """Return what sums with this noise reveal if cohorts are unknown."""
+        """Return the view of an observer who learns sums with this noise, and no cohorts."""
         raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
-        """Return the sampler's entry in a privacy statement."""
+        """Return the sampler's entry in a privacy statement: its `kind` and its settings."""
         raise NotImplementedError
 
     def needs(self, stateful: bool = False) -> tuple[str, ...]:
         """Return what an epsilon under this sampler asks of a deployment, as keys of `NEEDS`.
 
-        There are none if the epsilon holds whoever takes part.
+        The tuple is empty if the epsilon holds whoever takes part.
 
         Args:
             stateful: Whether clients keep a state.
@@ -187,7 +193,7 @@ class Sampling:
 
 
 def _check_rate(name: str, value: Any) -> Any:
-    """Require a probability above 0."""
+    """Require a probability above 0. For a number of clients, the error names `FixedSize`."""
     if not traced(value) and isinstance(value, int) and value > 1:
         raise ValueError(
             f"{name} must be a probability in (0, 1], got {value}. Give for instance 0.5, or "
@@ -233,11 +239,11 @@ class Poisson(Sampling):
         return coins(key, clients, self.rate)
 
     def view(self, noise: SumNoise) -> View:
-        """Return sampled Gaussians for rounds whose sum hides the cohort.
+        """Return Gaussians, amplified by Poisson sampling if the rate is below 1.
 
-        In other rounds a client counts on the floor and on its own noise. Amplification needs the
-        same noise for every cohort. If the clients' noise can exceed the floor, the variance of the
-        sum reveals who took part, and the round counts in full.
+        Only rounds whose sum hides the cohort are amplified, which takes the same noise for every
+        cohort. If the clients' noise can exceed the server's floor, the variance of the sum reveals
+        who took part, and the round counts in full.
         """
         if self.rate == 1:
             return _cohort_view(noise, noise.clients)
@@ -248,7 +254,7 @@ class Poisson(Sampling):
         return {"kind": "poisson", "rate": float(self.rate)}
 
     def needs(self, stateful: bool = False) -> tuple[str, ...]:
-        """Return hidden coins, or nothing if every client takes part."""
+        """Return "hidden coins", or nothing if every client takes part."""
         del stateful
         return _coins_below_one(self.rate)
 
@@ -265,7 +271,7 @@ class FixedSize(Sampling):
     size: int
 
     def expected(self, clients: int) -> float:
-        """Return the number of participants."""
+        """Return `size`, or raise an error if there are fewer clients."""
         _check_holds(self.size, clients)
         return float(self.size)
 
@@ -279,11 +285,11 @@ class FixedSize(Sampling):
     def sample_canaries(
         self, key: Key[Array, ""], clients: int, count: int, index: Int[Array, ""] | int
     ) -> tuple[Bool[Array, "K"], Float[Array, "#K"]]:
-        """Draw canaries by coins of the same rate."""
+        """Draw canaries by independent coins of probability `size` / `clients`."""
         return Poisson(self.size / clients).sample_canaries(key, clients, count, index)
 
     def view(self, noise: SumNoise) -> View:
-        """Return Gaussians, and their amplification under replace-one.
+        """Return Gaussians, with their amplification under replace-one as a second bound.
 
         The amplification holds only if clients keep no state.
         """
@@ -294,9 +300,9 @@ class FixedSize(Sampling):
         return {"kind": "fixed size", "size": self.size}
 
     def needs(self, stateful: bool = False) -> tuple[str, ...]:
-        """Return a hidden draw, or nothing for clients with a state.
+        """Return "hidden draw", or nothing if clients keep a state.
 
-        Their epsilon is not amplified, so that the draw need not be hidden.
+        With a state, epsilon is not amplified, and the draw need not be hidden.
         """
         return () if stateful else ("hidden draw",)
 
@@ -384,7 +390,7 @@ class CyclicPoisson(Sampling):
     def sample(
         self, key: Key[Array, "*S"], clients: int, index: Int[Array, ""] | int
     ) -> Bool[Array, "C"]:
-        """Draw from the round's group."""
+        """Draw from the round's group, by coins of probability `turn_rate`."""
         turn = jnp.asarray(_groups(clients, self.groups)) == index % self.groups
         return coins(key, clients, self.turn_rate) & turn
 
@@ -398,20 +404,23 @@ class CyclicPoisson(Sampling):
         return np.asarray(self.turns(clients, rounds))
 
     def turns(self, clients: int, rounds: int) -> Bool[Any, "T C"]:
-        """Return the rounds of groups that take turns."""
+        """Return `possible` as a table that is built when it is read."""
         return Turns(clients, rounds, self.groups)
 
     def sample_canaries(
         self, key: Key[Array, ""], clients: int, count: int, index: Int[Array, ""] | int
     ) -> tuple[Bool[Array, "K"], Float[Array, "#K"]]:
-        """Draw canaries from a group of their own in each round."""
+        """Draw canaries, which form b groups of their own, by the same coins.
+
+        The probability is 0 for canaries outside the round's group.
+        """
         turn = jnp.asarray(_groups(count, self.groups)) == index % self.groups
         return coins(key, count, self.turn_rate) & turn, jnp.where(turn, self.turn_rate, 0.0)
 
     def view(self, noise: SumNoise) -> View:
-        """Return the view of a client's turns, with the least noise of b rounds in each.
+        """Return one Gaussian for every b rounds, with the least noise of the b.
 
-        A turn is a round in every b, with Poisson sampling at `turn_rate`.
+        It is amplified by Poisson sampling at `turn_rate` if that is below 1.
         """
         # The smallest group has the least noise. Groups are public, so nothing is amplified.
         view = _cohort_view(noise, noise.clients // self.groups)._replace(amplified=None)
@@ -424,7 +433,7 @@ class CyclicPoisson(Sampling):
         return {"kind": "cyclic poisson", "rate": float(self.rate), "groups": self.groups}
 
     def needs(self, stateful: bool = False) -> tuple[str, ...]:
-        """Return groups, and hidden coins unless all of a group take part."""
+        """Return "hidden coins" unless `turn_rate` is 1, and "groups" if there are several."""
         del stateful
         return (*_coins_below_one(self.turn_rate), *_groups_above_one(self.groups))
 
@@ -448,7 +457,7 @@ class MinSeparation(Sampling):
     separation: int = dataclasses.field(kw_only=True)
 
     def expected(self, clients: int) -> float:
-        """Return the number of participants."""
+        """Return `size`, or raise an error if a group has fewer clients."""
         most = clients // self.separation
         if self.size > most:
             raise ValueError(
@@ -460,7 +469,7 @@ class MinSeparation(Sampling):
     def sample(
         self, key: Key[Array, "*S"], clients: int, index: Int[Array, ""] | int
     ) -> Bool[Array, "C"]:
-        """Draw from the round's group."""
+        """Draw `size` clients from the round's group."""
         outside = jnp.asarray(_groups(clients, self.separation)) != index % self.separation
         places = permutation(key, clients) if key.ndim else jax.random.uniform(key, (clients,))
         # Places are below the number of clients, so clients of other groups come last.
@@ -477,18 +486,18 @@ class MinSeparation(Sampling):
         return np.asarray(self.turns(clients, rounds))
 
     def turns(self, clients: int, rounds: int) -> Bool[Any, "T C"]:
-        """Return the rounds of groups that take turns."""
+        """Return `possible` as a table that is built when it is read."""
         return Turns(clients, rounds, self.separation)
 
     def sample_canaries(
         self, key: Key[Array, ""], clients: int, count: int, index: Int[Array, ""] | int
     ) -> tuple[Bool[Array, "K"], Float[Array, "#K"]]:
-        """Draw canaries from a group of their own, by coins of the same rate."""
+        """Draw canaries as `CyclicPoisson` does, by coins of mean rate `size` / `clients`."""
         by_coins = CyclicPoisson(self.size / clients, self.separation)
         return by_coins.sample_canaries(key, clients, count, index)
 
     def view(self, noise: SumNoise) -> View:
-        """Return Gaussians in every b-th round, with the least noise of b rounds."""
+        """Return one Gaussian for every b rounds, with the least noise of the b."""
         return _by_turn(_cohort_view(noise, self.size)._replace(amplified=None), self.separation)
 
     def describe(self) -> dict[str, Any]:
@@ -496,7 +505,7 @@ class MinSeparation(Sampling):
         return {"kind": "minimum separation", "size": self.size, "separation": self.separation}
 
     def needs(self, stateful: bool = False) -> tuple[str, ...]:
-        """Return groups, or nothing if there is only one."""
+        """Return "groups", or nothing if there is only one."""
         del stateful
         return _groups_above_one(self.separation)
 
@@ -541,7 +550,7 @@ class BallsInBins(Sampling):
     def sample(
         self, key: Key[Array, "*S"], clients: int, index: Int[Array, ""] | int
     ) -> Bool[Array, "C"]:
-        """Return the clients whose bin is the round. Bins are uniform to 2^-64."""
+        """Return the clients whose bin is `index` mod b. Bins are uniform to 2^-64."""
         bits = random_bits(key, (clients, 2))
         high = jnp.asarray(2**32 % self.bins, jnp.uint32)
         # The bin is (2^32 a + b) mod bins of the two words a and b, computed in 32 bits.
@@ -549,7 +558,10 @@ class BallsInBins(Sampling):
         return mixed % self.bins == jnp.asarray(index % self.bins, jnp.uint32)
 
     def view(self, noise: SumNoise) -> View:
-        """Return one Gaussian per epoch, amplified if sums hide the cohorts."""
+        """Return one Gaussian per epoch.
+
+        Under zero-out it is amplified if all sums hide their cohorts.
+        """
         view = _by_turn(_cohort_view(noise, 1)._replace(amplified=None), self.bins)
         sampled = _sampled_view(noise, 1 / self.bins)
         if noise.replaced or not sampled.hidden.all():
@@ -566,13 +578,13 @@ class BallsInBins(Sampling):
         return {"kind": "balls in bins", "bins": self.bins}
 
     def needs(self, stateful: bool = False) -> tuple[str, ...]:
-        """Return one participation in each epoch."""
+        """Return the key "each once"."""
         del stateful
         return ("each once",)
 
 
 def _check_holds(size: int, clients: int) -> None:
-    """Require enough clients for a cohort."""
+    """Require at least `size` clients."""
     if size > clients:
         raise ValueError(
             f"size must be at most {clients}, the number of clients, got {size}. "
@@ -590,7 +602,7 @@ def _groups_above_one(groups: int) -> tuple[str, ...]:
 
 @functools.cache
 def _groups(clients: int, groups: int) -> Int[np.ndarray, "C"]:
-    """Return each client's group, by a public permutation of the clients."""
+    """Return each client's group, from 0, by a public permutation of the clients."""
     return np.random.default_rng(0).permutation(clients).astype(np.int32) % groups
 
 
@@ -623,7 +635,7 @@ class Turns:
         return self.shape[0]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Return the table as an array."""
+        """Return the table as an array, or raise an error if only limits are known."""
         if not self.known:
             raise ValueError(
                 "participations and separation must be None for a mechanism whose `view` reads who "
@@ -663,12 +675,12 @@ class Limited(Sampling):
         return self.separation
 
     def turns(self, clients: int, rounds: int) -> Bool[Any, "T C"]:
-        """Return what is known of a client's rounds: their number and their gap."""
+        """Return a `Turns` that knows the most rounds of a client and their gap, but no table."""
         most = rounds if self.participations is None else self.participations
         return Turns(clients, rounds, self.separation, most)
 
     def needs(self, stateful: bool = False) -> tuple[str, ...]:
-        """Return that the server must keep the limits."""
+        """Return "limits", because the server must enforce them."""
         del stateful
         return ("limits",)
 
@@ -687,7 +699,10 @@ class Limited(Sampling):
 def limited(
     sampling: Sampling, rounds: int, participations: int | None, separation: int | None
 ) -> Sampling:
-    """Return the sampler under limits, or the sampler itself if it keeps them anyway."""
+    """Return the sampler under limits, or the sampler itself if it keeps them anyway.
+
+    A limit of None does not restrict. The arguments are those of `Limited`.
+    """
     gap = max(sampling.gap, separation or 1)
     free = participations is None or participations >= -(-rounds // gap)
     if free and gap == sampling.gap:
@@ -710,9 +725,9 @@ def _by_turn(view: View, length: int) -> View:
 
 
 def _sampled_view(noise: SumNoise, rate: float) -> View:
-    """Return Poisson-sampled Gaussians for rounds whose sum hides the cohort.
+    """Return Gaussians that Poisson sampling amplifies in rounds whose sum hides the cohort.
 
-    In other rounds a client counts on the server's noise and on its own.
+    In all rounds, the noise is the larger of the server's floor and the client's own noise.
     """
     least = np.maximum(noise.above, noise.clients_add)
     steady = _most(noise.clients_add, noise.clients, noise.clients) <= noise.floor * (1 + ROUNDING)
@@ -734,9 +749,9 @@ def _sampled_view(noise: SumNoise, rate: float) -> View:
 
 
 def _cohort_view(noise: SumNoise, size: int) -> View:
-    """Return Gaussians under a fixed cohort size.
+    """Return Gaussians for cohorts of `size` clients, and their amplification if it is proven.
 
-    A client counts on the least noise of a cohort.
+    The noise is the larger of the server's floor and the least sum of a cohort's own noise.
     """
     clients = noise.clients
     adds = noise.clients_add
@@ -766,7 +781,10 @@ def _cohort_view(noise: SumNoise, size: int) -> View:
 
 
 def _least(noise: np.ndarray, company: int, clients: int) -> np.ndarray:
-    """Return the least total noise of a cohort of `company` clients that contains client i."""
+    """Return the least total noise of a cohort of `company` clients that contains client i.
+
+    Noise is in variances, by round and by client i.
+    """
     if noise.shape[1] == 1:
         return noise * min(company, clients)
     ordered = np.sort(noise, axis=1)
@@ -776,7 +794,7 @@ def _least(noise: np.ndarray, company: int, clients: int) -> np.ndarray:
 
 
 def _most(noise: np.ndarray, company: int, clients: int) -> np.ndarray:
-    """Return the largest total noise of a cohort of `company` clients."""
+    """Return the largest total noise, in variances by round, of a cohort of `company` clients."""
     if noise.shape[1] == 1:
         return noise[:, 0] * min(company, clients)
     return np.sort(noise, axis=1)[:, -company:].sum(axis=1)

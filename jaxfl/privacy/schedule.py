@@ -1,7 +1,7 @@
 r"""Budgets by round and by client (ADP-PFL, eq. 9-12), and the noise that follows from them.
 
-Budgets that add up to epsilon are only the *shape* of a schedule. The Gaussian noise of round t is
-:math:`z_t = \kappa / \epsilon^t`, and an accountant finds kappa.
+Budgets that add up to epsilon are only the *shape* of a schedule. The noise multiplier of round t
+is :math:`z_t = \kappa / \epsilon^t`, and an accountant finds kappa.
 """
 
 import functools
@@ -124,7 +124,7 @@ class ClientNoise(NamedTuple):
     noise: tuple[float, ...]
     """Std over the clip bound by round, for a client with the full budget of the round."""
     least_total: float
-    """Bound of `jaxfl.privacy.PrivacyFilter` on all that a client sends."""
+    """`least_total` of `jaxfl.privacy.PrivacyFilter`, the least multiplier of all messages."""
     release_noise: float
     """Std over the range of the released number, or 0 if none is released."""
 

@@ -80,7 +80,7 @@ PRECISION = {
         "probabilities accurate to a relative 2^-50"
     },
 }
-"""What no epsilon covers, by `Mechanism.noise`."""
+"""What no epsilon covers, by `Mechanism.noise`: sentences by their codes."""
 
 _STEPS_PRECISION = {
     "float_noise_of_steps": "finite precision of private local steps: their noise, on which the "
@@ -134,8 +134,9 @@ def privacy_statement(
 ) -> dict[str, Any]:
     """Return the epsilons of a ledger for both observers by both accountants, ready for JSON.
 
-    JSON has infinity as `"inf"`. Each observer's `epsilon` is the smallest valid one, and `by`
-    names its theorem and its accountant. `rdp` and `pld` hold each accountant's own epsilons.
+    JSON has infinity as `"inf"`. `honest` has an entry for each observer. Its `epsilon` is the
+    smallest valid one, and `by` names the theorem and the accountant. `rdp` and `pld` hold each
+    accountant's own epsilons.
     `warnings`, `assumed` and `not_covered` have sentences by their codes, such as `known_seed`. A
     code stays as it is, whereas a sentence may be written anew.
 
@@ -219,10 +220,11 @@ def privacy_statement(
 
 
 def with_audit(statement: dict[str, Any], audit: dict[str, Any]) -> dict[str, Any]:
-    """Return the statement with an audit (`jaxfl.privacy.audit`), and with what the audit refutes.
+    """Return the statement with the result of an audit (`jaxfl.privacy.audit`) as `audit`.
 
-    The audit gets a hint if the least plausible estimate, `estimate_at_least`, is above the stated
-    epsilon.
+    A lower bound above the stated epsilon adds a warning, and one above the claim marks the claim
+    as refuted. If only the estimate is above the stated epsilon (`estimate_at_least`), the audit
+    gets a `hint`.
     """
     lower_bound = audit["at_least"]
     warnings = statement["warnings"]
@@ -257,10 +259,11 @@ def without_clients(statement: dict[str, Any]) -> dict[str, Any]:
 def split_clients(
     statement: dict[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Float[np.ndarray, "C"]]]:
-    """Return the statement with only the spread of the clients' epsilons, and these as arrays.
+    """Return the statement without each client's epsilon, and these epsilons as arrays by name.
 
-    The name of an array says whose bound it is, for instance `epsilon_upload_pld`. A file of a
-    million clients is a tenth of the size with arrays.
+    The statement keeps their minimum, median and maximum. A name has the observer and the
+    accountant, for instance `epsilon_upload_pld`. A file of a million clients is a tenth of the
+    size with arrays.
     """
     arrays: dict[str, Float[np.ndarray, "C"]] = {}
 
@@ -354,9 +357,9 @@ class Line(NamedTuple):
 
 
 def statement_lines(statement: dict[str, Any]) -> list[Line]:
-    """Return the lines of a statement.
+    """Return the lines of a statement, title first.
 
-    Statements of older versions lack some of them.
+    A statement of an older version has fewer lines, because it lacks some entries.
     """
     sampling = " ".join(str(value) for value in statement["sampling"].values())
     honest = statement["honest"].values()
@@ -411,7 +414,10 @@ def statement_lines(statement: dict[str, Any]) -> list[Line]:
 
 
 def _sentences(statement: Mapping[str, Any], name: str) -> list[str]:
-    """Return the sentences of a part. Statements of older versions have no codes for them."""
+    """Return the sentences of the entry `name`, without their codes.
+
+    In a statement of an older version the entry is a list without codes, or is missing.
+    """
     sentences = statement.get(name, [])
     return list(sentences.values()) if isinstance(sentences, dict) else sentences
 
@@ -442,9 +448,10 @@ def _wrap(line: str) -> str:
 def _honest(
     ledger: Ledger, mechanism: Mechanism, broken: str | None, delta: float, stateful: bool
 ) -> dict[Observer, dict[str, Any]]:
-    """Return guarantees by observer, for a client and for one example.
+    """Return each observer's entry, with epsilons of a client and of one example.
 
-    Each covers all rounds, and the worst round alone.
+    Epsilons of a client are for all rounds, and for the worst round alone. All are infinite if
+    `broken` gives a reason.
     """
 
     def account(**options: Any) -> Mapping[Accountant, Epsilon]:
@@ -595,7 +602,10 @@ def _warnings(
 
 
 def _assumed(mechanism: Mechanism, randomness: Randomness, stateful: bool) -> dict[str, str]:
-    """Return assumptions in addition to those of the theorems."""
+    """Return what epsilons assume of clients, weights, sampling and random bits.
+
+    The result has sentences by their codes.
+    """
     assumed = {}
     if mechanism.clients_noisy:
         assumed["honest_clients"] = (
@@ -612,9 +622,9 @@ def _assumed(mechanism: Mechanism, randomness: Randomness, stateful: bool) -> di
 
 
 def _precision_of_steps(mechanism: Mechanism, dp_sgd: DPSGD | None) -> dict[str, str]:
-    """Return what finite precision leaves uncovered in private local steps.
+    """Return what finite precision leaves uncovered in private local steps, by its code.
 
-    It is empty if sums have the same kind of noise.
+    The dict is empty without such steps, or if the noise on sums is in single precision too.
     """
     return _STEPS_PRECISION if dp_sgd is not None and mechanism.noise == "grid" else {}
 

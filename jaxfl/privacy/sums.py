@@ -2,7 +2,8 @@ r"""Exact sums, whatever the number and order of terms: 64-bit integers in two 3
 
 A sum of floats has no bounded sensitivity: two sums that differ in one client may drift apart by
 rounding. The engine adds up blocks of b = 8 clients in single precision, in units of
-:math:`2^{-30} C \max w`. It rounds the blocks to integers, and adds those here.
+:math:`2^{-30} C \max w`, for the clip bound C and the weights w. It rounds the sums of blocks to
+integers, which this module adds up.
 
 Client i is in one block. The rounding errors of the block's partial sums are u = 2^-24 times their
 norms, so at most :math:`u (2 + \dots + b) C \max w`. They differ between neighbours by up to twice
@@ -26,7 +27,7 @@ from jaxfl.types import Tree
 
 
 class Wide(NamedTuple):
-    """Integers modulo 2^64, which JAX lacks without `jax_enable_x64`.
+    """Integers high * 2^32 + low, modulo 2^64, which JAX lacks without `jax_enable_x64`.
 
     A `Wide` replaces a leaf in a tree.
     """
@@ -36,7 +37,10 @@ class Wide(NamedTuple):
 
 
 def widen(tree: Tree) -> Tree:
-    """Round magnitudes below 2^63 to integers, exactly."""
+    """Return a tree with a `Wide` of each float leaf's values, rounded to integers.
+
+    Magnitudes must be below 2^63.
+    """
 
     def leaf(x: Float[Array, "*S"]) -> Wide:
         # The low word of -1 is 2^32 - 1, which single precision cannot represent.
@@ -49,7 +53,7 @@ def widen(tree: Tree) -> Tree:
 
 
 def narrow(tree: Tree) -> Tree:
-    """Convert to single precision. Other leaves than `Wide` have it already."""
+    """Return the tree with each leaf, a `Wide` or an array, as one float32 array."""
 
     def leaf(x: Array | Wide) -> Float[Array, "*S"]:
         if not isinstance(x, Wide):
@@ -64,14 +68,14 @@ def narrow(tree: Tree) -> Tree:
 
 
 def add(a: Tree, b: Tree) -> Tree:
-    """Return the sum of two trees, which is exact for integers."""
+    """Return the sum of two trees, leaf by leaf. It is exact modulo 2^64 for `Wide` leaves."""
     return jax.tree.map(
         lambda a, b: _add_wide(a, b) if _is_wide(a) else a + b, a, b, is_leaf=_is_wide
     )
 
 
 def add_up(tree: Tree) -> Tree:
-    """Return the sum over the leading axis of each leaf, which is exact for integers."""
+    """Return the sum over the leading axis of each leaf, which is exact for `Wide` leaves."""
 
     def leaf(stack: Array | Wide) -> Array | Wide:
         if isinstance(stack, Wide):

@@ -2,8 +2,8 @@
 
 - "upload": The server sees every upload and every cohort. A client that hides its data still
   uploads, so adjacency is replace-one, and the sensitivity is 2C. The multiplier is
-  :math:`s_{t,i} / 2` in the client's rounds. Cohorts do not depend on data, so the guarantee may
-  condition on those drawn.
+  :math:`s_{t,i} / 2` in the client's rounds, where s is its noise over C. Cohorts do not depend on
+  data, so the guarantee may condition on the cohorts that were drawn.
 - "aggregate": Only the noisy sums are seen. Cohorts are hidden. Zero-out replaces the client's
   clipped update by 0. Its coin and its noise stay. Replace-one replaces the update by any other
   one. Nothing depends on the coins drawn.
@@ -22,25 +22,26 @@ from jaxtyping import Bool, Float
 from jaxfl.types import Ledger
 
 Observer = Literal["aggregate", "upload", "client"]
-"""Observers, as above."""
+"""Names of the observers that the docstring of this module describes."""
 
 OPEN_UPLOADS = "the server sees uploads without noise"
 """Reason why uploads have no finite epsilon."""
 
 ROUNDING = 1e-4
-"""Relative tolerance: the engine draws, adds up and records in single precision."""
+"""Relative tolerance of noise, which the engine draws, adds up and records in float32."""
 
 _SUMMED = 6e-6
-"""Bound on a client's change of a sum by rounding, over C max w (see `jaxfl.privacy.sums`)."""
+"""Most that rounding adds to a client's change of a sum, over C max w (`jaxfl.privacy.sums`)."""
 
 _ENOUGH = 1e100
-"""Largest multiplier that counts, so that its square fits. Larger ones are cut, which is safe."""
+"""Largest multiplier, so that its square is finite. Larger ones are cut to it, which is safe."""
 
 
 class Amplified(NamedTuple):
     """Rounds whose amplification only Rényi divergences account for."""
 
     multiplier: Float[np.ndarray, "T"]
+    """Std of the noise over the sensitivity, by round."""
     divergences: Callable[..., Float[np.ndarray, "orders"]]
     """Function from a round's multiplier to its divergences at `accountants.ORDERS`.
 
@@ -60,9 +61,9 @@ class View(NamedTuple):
         multiplier: Multiplier by round and client. Infinity exposes nothing.
         hidden: Whether the cohort of each round is hidden, so that Poisson sampling at `rate`
             amplifies.
-        rate: Probability of participation.
+        rate: Probability of participation in a hidden round.
         theorem: Theorem that proves the epsilon.
-        why_infinite: Reason why epsilon may be infinite.
+        why_infinite: Reason to give if epsilon is infinite.
         replaced: Whether adjacency is replace-one. The update then turns into its opposite, not
             into zero, at twice the sensitivity.
         amplified: A second valid bound, by Rényi divergences alone. None if there is none.
@@ -94,16 +95,19 @@ class View(NamedTuple):
 
 
 class SumNoise(NamedTuple):
-    """Noise on the sums of a ledger for one kind of observer, as variances over C^2."""
+    """Noise on the sums of a ledger for one kind of observer, as variances over C^2.
+
+    C is the clip bound, by which weights are multiplied too.
+    """
 
     clients: int
     clients_add: Float[np.ndarray, "T #C"]
     """Noise of each client if it participates."""
     weights: Float[np.ndarray, "T #C"]
     floor: Float[np.ndarray, "T"]
-    """Total to which the server tops the noise up."""
+    """Least total, to which the server tops the clients' noise up."""
     above: Float[np.ndarray, "T #C"]
-    """Floor that is left against a client, which subtracts its own noise."""
+    """Floor against the observer, which subtracts its own noise if it is a client."""
     hides_cohort: bool
     """Whether the denominator hides the cohort."""
     replaced: bool
@@ -134,7 +138,7 @@ def one_gaussian(value: float, theorem: str, why_infinite: str) -> View:
 def sum_noise(
     ledger: Ledger, *, hides_cohort: bool, replaced: bool = False, insider: bool = False
 ) -> SumNoise:
-    """Return the noise on the sums of a ledger, which must keep its own floor.
+    """Return the noise on the sums of a ledger.
 
     Args:
         ledger: Rounds as they happened, or as planned.
@@ -142,6 +146,9 @@ def sum_noise(
         replaced: Whether adjacency is replace-one. The default is zero-out.
         insider: Whether the observer is a client, which subtracts its own noise. Against each
             client, that is at most the largest noise of another.
+
+    Raises:
+        ValueError: The recorded noise of a round is below its floor, `noise_multiplier`.
     """
     weights = np.asarray(ledger.weights, np.float64)
     noise = np.square(weights * np.asarray(ledger.client_noise, np.float64))
@@ -169,7 +176,7 @@ def sum_noise(
 def brought(
     participants: Bool[Any, "T C"], noise: Float[np.ndarray, "T #C"]
 ) -> Float[np.ndarray, "T"]:
-    """Return the sum of the participants' noise, as variances, in each round."""
+    """Return, for each round, the sum of its participants' variances `noise`."""
     # A plan may have `Turns` as participants, which take memory, or raise an error, once read.
     if not np.any(noise):
         return np.zeros(len(noise))
@@ -177,7 +184,10 @@ def brought(
 
 
 def upload_view(ledger: Ledger) -> View:
-    """Return the view of every upload of each client: multiplier s/2 in its rounds."""
+    """Return the view of every upload of each client: multiplier s/2 in the client's rounds.
+
+    s is `Ledger.client_noise`.
+    """
     return shown_by(
         ledger,
         0.0,
@@ -186,7 +196,7 @@ def upload_view(ledger: Ledger) -> View:
 
 
 def shown_by(ledger: Ledger, release: Float[np.ndarray, "#T"] | float, theorem: str) -> View:
-    """Return the view of uploads and of a release with each, as one Gaussian per round.
+    """Return the view of uploads, each with a released number, as one Gaussian per round.
 
     Args:
         ledger: Rounds as they happened, or as planned.
@@ -206,9 +216,9 @@ def shown_by(ledger: Ledger, release: Float[np.ndarray, "#T"] | float, theorem: 
 def upload_costs(
     ledger: Ledger, release: Float[np.ndarray, "#T"] | float = 0.0
 ) -> Float[np.ndarray, "T #C"]:
-    """Return the inverse square multipliers of an upload and of a release with it, summed.
+    """Return the sum of two inverse square multipliers: of an upload, and of a release with it.
 
-    The upload's multiplier is that under replace-one.
+    The upload's multiplier is s/2, as replace-one adjacency asks. The second term is `release`.
     """
     with np.errstate(divide="ignore"):
         uploads = (np.asarray(ledger.client_noise, np.float64) / 2) ** -2.0
@@ -216,10 +226,10 @@ def upload_costs(
 
 
 def multiplier(variance: np.ndarray, weights: np.ndarray) -> Float[np.ndarray, "T #C"]:
-    """Return the std over the sensitivity to each client.
+    """Return the std over the sensitivity to each client, or infinity if its weight is 0.
 
-    Rounding of a sum is in units of the largest weight. Clients of smaller weights are charged with
-    it. For the largest weight it is below a relative 1e-5.
+    A sum's rounding error grows with the largest weight, and is added to every smaller weight. For
+    the largest weight the error is below a relative 1e-5.
     """
     largest = weights.max(axis=1, keepdims=True)
     weights = np.where(weights > 0, weights + _SUMMED * (largest - weights), 0.0)
@@ -228,7 +238,7 @@ def multiplier(variance: np.ndarray, weights: np.ndarray) -> Float[np.ndarray, "
 
 
 def _largest_other(noise: np.ndarray) -> np.ndarray:
-    """Return, for each client, the largest noise of another."""
+    """Return, for each client, the largest noise of another. A single column holds for all."""
     if noise.shape[1] == 1:
         return noise
     ordered = np.sort(noise, axis=1)

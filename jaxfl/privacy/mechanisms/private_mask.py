@@ -38,7 +38,7 @@ class PrivateMask(Mechanism):
         sent: Message,
         norm: Float[Array, ""],
     ) -> Contribution:
-        """Return the noised update on the mask."""
+        """Return the noised update, set to zero off the mask. Without a mask, raise an error."""
         if sent.extra is None:
             raise ValueError(
                 "message.extra must be a private mask, got None. "

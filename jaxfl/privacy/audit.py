@@ -55,7 +55,7 @@ _CONFIDENCE_OF_HINTS = 0.99
 """Confidence of the least plausible estimate."""
 
 _SCORES = ("likelihood", "sum", "most")
-"""Fields of `Scores` that hold the scores of all releases."""
+"""Fields of `Scores` with scores over all released sums, without that of the final model."""
 
 
 @checked(count=functools.partial(check_count, least=16))
@@ -75,7 +75,7 @@ class Canaries:
 
 
 class Scores(NamedTuple):
-    """Memory of the auditor."""
+    """Memory of the auditor, with the scores x that the docstring of this module defines."""
 
     secret: UInt32[Array, "2"]
     """Seed of the signs."""
@@ -118,7 +118,7 @@ def check_audit(mechanism: Mechanism) -> None:
 
 
 def first_scores(canaries: Canaries, key: Key[Array, "*S"]) -> Scores:
-    """Draw the canaries that are in, and the signs."""
+    """Return the auditor's first memory: which canaries are in, the signs' seed, and no scores."""
     canary_key = single(derive(key, CANARY))
     sign_key = jax.random.fold_in(canary_key, 0)
     member_key = jax.random.fold_in(canary_key, 1)
@@ -222,7 +222,8 @@ def audited_aggregate(
 def audit_report(scores: Scores, delta: float) -> dict[str, Any]:
     r"""Return lower bounds on epsilon at 95% confidence, an estimate, and the attacks' accuracy.
 
-    `at_least` is the largest bound over two theorems and the three scores of all releases, each at
+    `scores` has the bounds of each score by both theorems, and the area `auc` under its ROC curve.
+    `at_least` is the largest bound over both theorems and the three scores of all releases, each at
     a sixth of the significance level. It leaves out the bounds by the final model alone, which have
     the same level: under a plain server they are those of the sum again. The estimate is that of
     the sum.
@@ -288,14 +289,14 @@ def _distances(
 
 
 def _of_gaussian(distance: float, delta: float) -> float:
-    """Return the epsilon of a Gaussian whose means are this many stds apart."""
+    """Return the epsilon of a Gaussian whose means are `distance` stds apart, or 0 if below 0."""
     if distance > 0:
         return float(dp_accounting.get_epsilon_gaussian(1 / distance, delta))
     return 0.0
 
 
 def guesses_of(scores: Scores) -> dict[str, np.ndarray]:
-    """Return membership and scores as arrays for a file."""
+    """Return membership (`taken`) and scores as arrays, by their fields in `Scores`."""
     return {name: np.asarray(getattr(scores, name)) for name in ("taken", *_names(scores))}
 
 
@@ -365,13 +366,13 @@ def _repeat(block: Float[Array, "K"], size: int) -> Float[Array, "d"]:
 
 
 def _fold(flat: Float[Array, "d"], rows: int) -> Float[Array, "K"]:
-    """Return the sum of the blocks of K coordinates."""
+    """Return the sum over blocks of K coordinates, of which the last is padded with zeros."""
     padded = jnp.pad(flat, (0, -len(flat) % rows))
     return jnp.sum(padded.reshape(-1, rows), axis=0)
 
 
 def _hadamard(values: Float[Array, "K"]) -> Float[Array, "K"]:
-    """Return the unnormalised Walsh-Hadamard transform."""
+    """Return the unnormalised Walsh-Hadamard transform. K must be a power of two."""
     half = 1
     while half < len(values):
         pairs = values.reshape(-1, 2, half)

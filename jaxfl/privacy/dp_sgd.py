@@ -149,6 +149,9 @@ class DPSGD:
         (`data.noise`), and records the multiplier in the ledger. Without `data.noise` the step
         takes the single multiplier given here, and `key`. `model.ghost_norms` serve only the
         model's own `apply`.
+
+        Raises:
+            ValueError: `gradient` is given, because it would read every batch twice.
         """
         if gradient is not None:
             raise ValueError(
@@ -216,7 +219,7 @@ class DPSGD:
         return np.atleast_1d(np.asarray(self.rate, np.float64))
 
     def rate_of(self, data: ClientData) -> Any:
-        """Return the rate of a client."""
+        """Return q of the client whose data are given."""
         if traced(self.rate) or np.ndim(self.rate) == 0:
             return self.rate
         return jnp.asarray(self.rate_table, jnp.float32)[data.id]
@@ -255,10 +258,11 @@ def _(primals: tuple, tangents: tuple) -> tuple:
 
 
 def trainings(program: core.Jaxpr) -> dict[str, float]:
-    """Count how often a traced program trains by private steps, by mark and at most.
+    """Return, for each mark (`DPSGD.mark`), how often at most a traced program trains under it.
 
-    The count is infinite in an open loop. A mark is on the sum of losses, a single number. Whatever
-    part of a training `jax.vmap` repeats, it repeats the sum.
+    The count is infinite in an open loop. A mark is on the sum of losses, a single number. If
+    `jax.vmap` repeats any part of a training, it repeats that sum too, which counts as often as it
+    has entries.
     """
     found: dict[str, float] = {}
 
@@ -283,7 +287,7 @@ def trainings(program: core.Jaxpr) -> dict[str, float]:
 
 
 def _most_runs(operation: core.JaxprEqn) -> float:
-    """Return how often an operation runs the program inside it, at most."""
+    """Return how often at most an operation runs the program inside it. Infinity if unknown."""
     name = operation.primitive.name
     if name == "scan":
         return float(operation.params["length"])

@@ -57,11 +57,11 @@ class Floats:
         return jax.tree.map(lambda leaf: leaf * scale, contribution)
 
     def settle(self, part: Tree) -> Tree:
-        """Return the sum of a few contributions in the numbers that add up to the whole sum."""
+        """Convert the sum of a few contributions to the numbers in which such sums are added up."""
         return self.encode(part)
 
     def encode(self, values: Tree) -> Tree:
-        """Return floats in units as numbers of the sums."""
+        """Convert floats, which are in units, to the numbers of the sums."""
         return values
 
     def add_noise(
@@ -135,7 +135,7 @@ class Grid(Floats):
         return round_within(contribution, norm, scale, bound * scale)
 
     def settle(self, part: Tree) -> Tree:
-        """Return the sum itself, which is whole steps already."""
+        """Return `part` itself, which is in whole steps already."""
         return part
 
     def encode(self, values: Tree) -> Tree:
@@ -145,7 +145,7 @@ class Grid(Floats):
     def add_noise(
         self, key: Key[Array, "*S"], total: Tree, std: Float[Array, ""], mesh: Mesh
     ) -> Tree:
-        """Return a sum with rounded Gaussian noise of 2^15 steps, whatever the round."""
+        """Return a sum with rounded Gaussian noise of 2^15 steps. `std` is not read."""
         del std
         return add_grid_noise(key, total, mesh)
 
@@ -165,7 +165,7 @@ class Grid(Floats):
 
 
 class Shared(NamedTuple):
-    """Update of a client in single precision, and the noise that it adds, in whole steps."""
+    """Update of a client in single precision, and its share of the noise in whole steps."""
 
     update: Tree
     share: Tree
@@ -179,9 +179,10 @@ class SharedGrid(Grid):
     def in_units(
         self, contribution: Tree, norm: Float[Array, ""], bound: Number, scale: Float[Array, ""]
     ) -> Tree:
-        """Return a contribution in whole steps, whose norm is within the bound, with its share.
+        """Return a `Shared` contribution as one tree: the update in whole steps plus its share.
 
-        Padding has a scale of 0, and adds nothing.
+        The norm of the rounded update is within the bound. Padding has a scale of 0, and adds
+        nothing.
         """
         whole = super().in_units(contribution.update, norm, bound, scale)
         return jax.tree.map(

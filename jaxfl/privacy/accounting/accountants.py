@@ -134,7 +134,7 @@ def trivial(view: View) -> bool:
 
 
 class EpsilonBound(NamedTuple):
-    """Epsilon of each client, and the theorem that proves it."""
+    """Epsilon of each client, or one for all, and the theorem that proves the largest."""
 
     values: Float[np.ndarray, "#C"]
     theorem: str
@@ -143,7 +143,7 @@ class EpsilonBound(NamedTuple):
 def bound(
     view: View, accountant: Accountant, delta: float, repeats: int = 1, grid: float = 1.0
 ) -> EpsilonBound:
-    """Return the smallest epsilon that the accountant proves for `repeats` such views.
+    """Return each client's smallest epsilon that the accountant proves for a repeated view.
 
     Args:
         view: Multipliers by round and client.
@@ -202,7 +202,10 @@ def least_epsilon(
 
 
 def worst_rounds(view: View) -> Iterator[View]:
-    """Yield the worst client's worst amplified round, and its worst round of the others."""
+    """Yield the view of the worst round without amplification, and of the worst amplified one.
+
+    Each view has one round and one client. A kind without rounds is left out.
+    """
     for hidden in np.unique(view.hidden):
         least = view.multiplier[view.hidden == hidden].min(keepdims=True)
         amplified = view.amplified
@@ -229,7 +232,10 @@ def most_exposed(view: View) -> View:
 
 
 def worst_client(view: View) -> View:
-    """Return the view of the client most exposed in every round, or the view if there is none."""
+    """Return the view of the client with the least noise in every round.
+
+    If there is no such client, return the view itself.
+    """
     worst = _least_noise(view.multiplier)
     return view if worst is None else view._replace(multiplier=view.multiplier[:, [worst]])
 
@@ -385,7 +391,7 @@ def _privacy_losses(multiplier: float, rate: float, replaced: bool, interval: fl
 
 
 def _on_grid(multiplier: float, rate: float, sign: int, interval: float) -> Any:
-    r"""Return the losses of a sampled Gaussian against an unmoved one, or of the reverse.
+    r"""Return the probabilities of losses of a sampled Gaussian against an unmoved one, or reverse.
 
     The library's `from_gaussian_mechanism` gives the same losses. It inverts the loss in a loop
     over the grid, which takes ten times as long. The loss at x is :math:`\log(1 - q + q e^u)` with
@@ -541,7 +547,7 @@ def round_down(
 
 
 def _group_clients(view: View) -> tuple[Float[np.ndarray, "R K"], Int[np.ndarray, "#C"]]:
-    """Return the distinct clients as columns, and the column of each client.
+    """Return the distinct clients' multipliers as columns, and the column of each client.
 
     A column is the total of a client's plain rounds, then each of its sampled rounds. Too many
     distinct clients give a single column that is at least as exposed as every client.
@@ -563,7 +569,7 @@ def _levels(values: Float[np.ndarray, "R"]) -> Levels:
 
 
 def _interval(plain: float, sampled: Levels, rate: float, repeats: int, change: float) -> float:
-    """Return the spacing of the grid of losses.
+    """Return the spacing of the grid of losses, for `_pld_epsilon`.
 
     It is small against the loss of one round, and leaves at most about a million points. It follows
     the number of rounds in powers of 2, so that few grids serve all evaluations of a run. If the
@@ -618,9 +624,9 @@ def without_replacement(
 def balls_in_bins(
     multiplier: float, bins: int, most: int = ORDERS[-1]
 ) -> Float[np.ndarray, "orders"]:
-    r"""Return the Rényi divergences of a Gaussian in one uniformly drawn round of b, against none.
+    r"""Return the Rényi divergences of a client in one uniformly drawn round of b, against none.
 
-    Of the two directions the larger divergence counts. The pair
+    The result is the larger divergence of the two directions. The pair
     :math:`P = \frac{1}{b} \sum_j N(e_j, z^2 I)` and :math:`Q = N(0, z^2 I)` in b dimensions
     dominates (Chua et al., Balls-and-Bins Sampling for DP-SGD, AISTATS 2025). With
     :math:`L_j = dN(e_j) / dQ`, independent under Q,
@@ -679,9 +685,9 @@ def _log_sum(terms: Float[np.ndarray, "n"]) -> float:
 
 
 def _log_power(term: Float[np.ndarray, "n"], power: int) -> Float[np.ndarray, "n"]:
-    """Return the logarithms of the coefficients of a power of a series.
+    """Return the logarithms of the first coefficients of a power of a series.
 
-    The series is given by the logarithms of its own coefficients.
+    `term` has the logarithms of the series' own coefficients, and the result has as many.
     """
 
     def product(a: Float[np.ndarray, "n"], b: Float[np.ndarray, "n"]) -> Float[np.ndarray, "n"]:

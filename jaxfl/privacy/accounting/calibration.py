@@ -31,7 +31,7 @@ _MOST_BUDGET = 1e5
 
 
 def check_budget(name: str, value: Any) -> float:
-    """Require an epsilon whose noise accountants can find in floating point."""
+    """Require an epsilon from 1e-8 to 1e5, whose noise accountants can find in floating point."""
     budget = check_positive(name, value)
     if _LEAST_BUDGET <= budget <= _MOST_BUDGET:
         return budget
@@ -79,8 +79,8 @@ def planned_exposure(
 ) -> Exposure:
     """Return what a planned run reveals of its most exposed client.
 
-    Equal rounds are accounted for once, so neither the number of clients nor that of rounds costs
-    memory. They do if noise or weights follow a schedule, or if noise is correlated.
+    Equal rounds are accounted for once, so that many clients and rounds cost no memory. They do if
+    noise or weights follow a schedule, or if noise is correlated.
 
     Args:
         mechanism: Mechanism with its noise and its sampler.
@@ -275,10 +275,10 @@ def calibrate_examples(
 
 
 def rough_noise(exposure: Exposure, target: float, delta: float) -> float:
-    """Return a noise factor whose epsilon is about the target, by RDP with few orders.
+    """Return a factor on the exposure's noise whose epsilon is about the target.
 
-    These orders prove no epsilon below some bound, whatever the noise. For smaller targets the
-    central limit gives the factor.
+    It is found by RDP with few orders, which prove no epsilon below some bound, whatever the noise.
+    For smaller targets the central limit gives the factor.
     """
     view, repeats = exposure
     total = accountants.total_multiplier(view.multiplier.min(axis=1)) / math.sqrt(repeats)
@@ -296,7 +296,7 @@ def rough_noise(exposure: Exposure, target: float, delta: float) -> float:
 
 
 def needed_noise(exposure: Exposure, target: float, delta: float, accountant: Accountant) -> float:
-    """Return the noise factor whose epsilon is at most the target, and at most 0.1% below it."""
+    """Return the factor on the exposure's noise whose epsilon is within 0.1% below the target."""
     view, repeats = exposure
 
     def spent(noise: float, grid: float = 1.0) -> float:
@@ -313,15 +313,15 @@ _MOST_ATTEMPTS = 60
 """Most epsilons that a search computes."""
 
 _WIDE = 16.0
-"""Width of the grid of losses in searches. An epsilon takes a tenth of the usual time."""
+"""Width of the grid of losses in searches, over the usual width. It takes a tenth of the time."""
 
 
 def _by_wide_grids(spent: Callable[[float, float], float], target: float, noise: float) -> float:
     """Return the noise that spends about the target.
 
     A grid adds to epsilon in proportion to its squared width, so two widths give the epsilon
-    without a grid. If the grid adds much, which happens at very small budgets, the first guess is
-    as good.
+    without a grid. If a wide grid exceeds the target at the first guess `noise`, as at very small
+    budgets, that guess is returned.
     """
     if spent(noise, _WIDE) > target:
         return noise
@@ -336,7 +336,7 @@ def _by_wide_grids(spent: Callable[[float, float], float], target: float, noise:
 def _search(
     spent: Callable[[float], float], target: float, noise: float, slack: float = 5e-4
 ) -> float:
-    """Return noise near a first guess that spends the target, or a little less.
+    """Return noise whose epsilon is the target or a little less, or raise an error.
 
     Args:
         spent: Function from noise to its epsilon.

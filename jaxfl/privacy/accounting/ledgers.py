@@ -59,9 +59,9 @@ def check_ledger(name: str, value: Any) -> Ledger:
 
 
 class Epsilon(NamedTuple):
-    """Largest epsilon over clients, each client's own, its theorem, and why it is infinite.
+    """Largest epsilon over clients, each client's own, the theorem, and why it is infinite.
 
-    The reason is None if the largest epsilon is finite.
+    The theorem is that of the largest epsilon. The reason is None if that epsilon is finite.
     """
 
     value: float
@@ -150,7 +150,7 @@ def epsilons(
         observer: Observer, as in `epsilon`.
         by: Accountants.
         delta: Failure probability. None stands for min(1e-5, 1 / (10 n)) with n clients.
-        one_round: Whether the epsilon is that of the worst client's worst round.
+        one_round: Whether the epsilon is that of the worst client's worst round, as in `epsilon`.
         unit: Unit of protection, as in `epsilon`.
         stateful: Whether clients keep a state.
     """
@@ -173,7 +173,7 @@ def _view(
     unit: Unit = "client",
     stateful: bool = False,
 ) -> View:
-    """Return the observer's view of a unit."""
+    """Return what the observer learns about a unit. The view of an example has one column."""
     replaced = unit == "example" and observer != "upload"
     view = mechanism.view(ledger, observer, replaced=replaced, one_round=one_round)
     if unit == "example":
@@ -184,21 +184,27 @@ def _view(
 def bounds_of(
     parts: Sequence[View], by: Sequence[Accountant], delta: float, clients: int, repeats: int = 1
 ) -> dict[Accountant, Epsilon]:
-    """Return each accountant's largest epsilons over several views, each of them repeated."""
+    """Return, by accountant, each client's largest epsilon over views that occur `repeats` times.
+
+    An epsilon is not the sum over the views.
+    """
     if accountants.trivial(parts[0]) and len(parts) == 1:
         return dict.fromkeys(by, _trivial(parts[0], clients))
     return {accountant: _worst(parts, accountant, delta, clients, repeats) for accountant in by}
 
 
 def of_states(view: View) -> View:
-    """Return the view without amplification that requires stateless clients."""
+    """Return the view for clients that keep a state.
+
+    It has no amplification whose theorem requires stateless clients.
+    """
     if view.amplified is not None and view.amplified.stateless:
         return view._replace(amplified=None)
     return view
 
 
 def _trivial(view: View, clients: int) -> Epsilon:
-    """Return the epsilon of a view that needs no accountant."""
+    """Return the epsilon of a view whose multipliers are all 0 or infinite."""
     per_client = np.where((view.multiplier == 0).any(axis=0), math.inf, 0.0)
     per_client = np.array(np.broadcast_to(per_client, clients))
     value = float(per_client.max())
@@ -419,5 +425,5 @@ def first_rounds(ledger: Ledger, done: int) -> Ledger:
 
 
 def no_epsilon(clients: int, reason: str) -> Epsilon:
-    """Return the infinite epsilon of unprotected clients."""
+    """Return the infinite epsilon of unprotected clients, with the reason."""
     return Epsilon(math.inf, np.full(clients, math.inf), "none", reason)

@@ -53,13 +53,13 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 """All kinds."""
 
 _CYCLES = (2, 4, 8, 16, 32, 64)
-"""Numbers of rounds in a cycle that `plan` tries."""
+"""Numbers of groups that `plan` tries, which are the rounds of a cycle."""
 
 _KNOWN: tuple[Kind, ...] = ("any cohort", "separated", "blt")
 """Kinds whose guarantee does not rest on random sampling, and thus holds under limits."""
 
 _NONE: dict[str, Mechanism] = {}
-"""No mechanisms of one's own."""
+"""Default of `plan`, which adds no mechanisms to the kinds."""
 
 _BUFFERS = 3
 """Number of buffers of "blt"."""
@@ -126,11 +126,11 @@ class Plan(NamedTuple):
         return found or ("nothing",)
 
     def over_delta(self, deltas: Sequence[float]) -> Float[np.ndarray, "n"]:
-        """Return epsilon at other deltas."""
+        """Return the epsilon at each of `deltas`, with the plan's noise and rounds."""
         return np.array([self._after(self.rounds, delta) for delta in deltas])
 
     def over_rounds(self, rounds: Sequence[int]) -> Float[np.ndarray, "n"]:
-        """Return epsilon after other numbers of rounds."""
+        """Return the epsilon after each number of `rounds`, with the plan's noise and delta."""
         return np.array([self._after(number, self.delta) for number in rounds])
 
     def _after(self, rounds: int, delta: float) -> float:
@@ -258,7 +258,7 @@ def plan(
         )
 
     def error(mechanism: Mechanism, z: float) -> float:
-        """Return the noise on the model, over C."""
+        """Return the error of a plan with multiplier z (`Plan.error`)."""
         weights = mechanism.weight_table
         share = np.max(weights.max(axis=1) / weights.mean(axis=1))
         return float(z * share / mechanism.sampling.expected(clients) * mechanism.error(rounds))

@@ -23,7 +23,7 @@ from jaxfl.types import Ledger, Message, Number, Tree
 
 
 class ClipState(NamedTuple):
-    """Clip bound of the next round, and the scale of the bit over it."""
+    """Clip bound C of the next round, and the scale of its bit over C, which stays the same."""
 
     clip: Float[Array, ""]
     scale: Float[Array, ""]
@@ -75,7 +75,7 @@ class AdaptiveClip(Mechanism):
             )
 
     def init(self, key: Key[Array, "*S"], update: Callable[[], Tree], clients: int) -> ClipState:
-        """Return the bound of the first round."""
+        """Return the bound of the first round, or raise an error if `bit_noise` is too small."""
         del key, update
         bits = self._bit_noise(clients)
         z = self.noise_multiplier_table[0]
@@ -94,7 +94,7 @@ class AdaptiveClip(Mechanism):
     def draw(
         self, key: Key[Array, "*S"], memory: ClipState, index: Int[Array, ""], clients: int
     ) -> Cohort:
-        """Draw the cohort, and note the bound."""
+        """Draw the cohort, and note the round's bound as `clip`."""
         return super().draw(key, memory, index, clients)._replace(notes={"clip": memory.clip})
 
     def update_bound(self, memory: ClipState) -> Float[Array, ""]:
@@ -113,14 +113,14 @@ class AdaptiveClip(Mechanism):
         sent: Message,
         norm: Float[Array, ""],
     ) -> Contribution:
-        """Return the contribution with the bit, and the norm of update and bit together."""
+        """Return a contribution of update and scaled bit, with a bound on their joint norm."""
         bit = memory.scale * memory.clip * ((norm <= memory.clip) - jnp.float32(0.5))
         sent = sent._replace(update={"update": sent.update, "bit": bit})
         joint = jnp.hypot(jnp.minimum(norm, memory.clip), 0.5 * memory.scale * memory.clip)
         return super().contribute(key, memory, client, sent, joint)
 
     def contribute_canaries(self, memory: ClipState, update: Tree, count: Float[Array, ""]) -> Tree:
-        """Return the canaries' contribution. Their norms meet the bound."""
+        """Return the canaries' updates and bits. Each bit is 1, because norms equal the bound."""
         return {"update": update, "bit": count * memory.scale * memory.clip * 0.5}
 
     def aggregate(
@@ -152,10 +152,10 @@ class AdaptiveClip(Mechanism):
         return lines
 
     def _bit_noise(self, clients: int) -> float:
-        """Return the std on the sum of bits."""
+        """Return the std on the sum of bits, by default a 20th of the expected cohort."""
         return self.bit_noise or self.sampling.expected(clients) / 20
 
 
 def _on_update(z: Any, bits: float) -> Any:
-    """Return the multiplier that is left for updates."""
+    """Return the multiplier that z leaves for updates if the sum of bits has a std of `bits`."""
     return (z**-2 - (2 * bits) ** -2) ** -0.5

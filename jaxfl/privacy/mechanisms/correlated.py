@@ -46,14 +46,14 @@ MOST_ROUNDS = 10**7
 """Most rounds of correlated noise, whose strategy has a number for each."""
 
 _SEEN = 2048
-"""Rounds whose noise shows how it grows in all rounds."""
+"""Number of first rounds, from which the growth of noise in later rounds is extrapolated."""
 
 _FAINT = 1e-24
 """Least share of the noise's energy that counts. Less is rounding of double precision."""
 
 
 class CorrelatedNoise(Mechanism):
-    """Accounting of correlated noise by its strategy."""
+    """Mechanism whose noise is correlated over rounds by a strategy S, and accounted for by S."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,11 +67,11 @@ class CorrelatedNoise(Mechanism):
             )
 
     def strategy(self, rounds: int) -> Float[np.ndarray, "T"]:
-        """Return the first coefficients of S."""
+        """Return the first `rounds` coefficients of S."""
         raise NotImplementedError
 
     def error(self, rounds: int) -> float:
-        """Return the root mean square of the noise in the prefix sums, by the strategy."""
+        """Return the root mean square of the noise in the prefix sums (`prefix_error`)."""
         return prefix_error(self.strategy(rounds))
 
     @property
@@ -80,10 +80,7 @@ class CorrelatedNoise(Mechanism):
         return math.inf
 
     def check_fits(self, clients: int, rounds: int) -> None:
-        """Require tables that fit, and noise that float32 can hold.
-
-        The strategy must also fit in memory.
-        """
+        """Require at most `MOST_ROUNDS` rounds, tables that fit, and noise that float32 holds."""
         if rounds > MOST_ROUNDS:
             raise ValueError(
                 f"rounds must be at most {MOST_ROUNDS} with correlated noise, whose strategy has "
@@ -116,7 +113,10 @@ class CorrelatedNoise(Mechanism):
     def add_server_noise(
         self, key: Key[Array, "*S"], memory: Tree, update: Tree, std: Float[Array, ""], mesh: Mesh
     ) -> tuple[Tree, Tree]:
-        """Return the update with the round's noise, which is remembered over its std."""
+        """Return the update with the round's correlated noise, and the next memory.
+
+        The memory holds noise divided by `std`.
+        """
         del mesh
         zero = jax.tree.map(jnp.zeros_like, narrow(update))
         fresh = add_gaussian(key, zero, jnp.ones(()))
@@ -127,7 +127,10 @@ class CorrelatedNoise(Mechanism):
     def view(
         self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False
     ) -> View:
-        """Return one Gaussian for the run, or the amplified turns of a client."""
+        """Return one Gaussian for the run, or the amplified turns of a client.
+
+        For uploads, or without clipping, it is the view of `Mechanism`.
+        """
         view = super().view(ledger, observer, replaced=replaced, one_round=one_round)
         rounds = len(ledger.participants)
         if view.whole or observer == "upload" or self.bands_at_most == 1:
@@ -211,7 +214,7 @@ class BandedNoise(CorrelatedNoise):
             )
 
     def strategy(self, rounds: int) -> Float[np.ndarray, "T"]:
-        """Return the b coefficients, then zeros."""
+        """Return the b coefficients, cut to `rounds` numbers or padded with zeros."""
         if self.coefficients is None:
             first = square_root(self.bands)
         else:
@@ -277,11 +280,11 @@ class BLTNoise(CorrelatedNoise):
             )
 
     def strategy(self, rounds: int) -> Float[np.ndarray, "T"]:
-        """Return the coefficients of that many rounds."""
+        """Return the first `rounds` coefficients of S."""
         return _blt(np.asarray(self.scales), np.asarray(self.decays), rounds)
 
     def error(self, rounds: int) -> float:
-        """Return the error by the buffers, which is quick for any number of rounds."""
+        """Return `prefix_error`, computed from the buffers in time linear in the rounds."""
         above, below = _polynomial_ratio(np.asarray(self.scales), np.asarray(self.decays))
         return prefix_error(above, rounds, below)
 
@@ -313,7 +316,7 @@ class BLT(NamedTuple):
 
 @checked(buffers=check_count, rounds=check_count, separation=check_count)
 def blt(buffers: int, rounds: int, separation: int = 1, participations: int | None = None) -> BLT:
-    """Return scales and decays that leave little noise in the model.
+    """Return scales and decays for `BLTNoise` that leave little noise in the model.
 
     They are a local optimum of the root mean square of the prefix sums' noise at one epsilon, by
     Nelder and Mead's method.
@@ -483,7 +486,7 @@ def prefix_error(
 
 @functools.cache
 def square_root(bands: int) -> Float[np.ndarray, "b"]:
-    """Return the first coefficients of the square root of the matrix of ones.
+    """Return the first `bands` coefficients of the square root of the matrix of ones.
 
     >>> square_root(4).tolist()
     [1.0, 0.5, 0.375, 0.3125]

@@ -61,20 +61,20 @@ class Extrapolated(Mechanism):
     def draw(
         self, key: Key[Array, "*S"], memory: Tree, index: Int[Array, ""], clients: int
     ) -> Cohort:
-        """Draw the cohort, and scale the round's multiplier."""
+        """Draw the cohort, and scale the round's multiplier by m / m'."""
         drawn = super().draw(key, memory, index, clients)
         scaled = drawn.numbers.noise_multiplier * self._share(clients)
         return drawn._replace(numbers=drawn.numbers._replace(noise_multiplier=scaled))
 
     def planned(self, clients: int, rounds: int) -> Ledger:
-        """Return the planned ledger at the scaled multiplier."""
+        """Return the planned ledger, with noise scaled by m / m'."""
         plan = super().planned(clients, rounds)
         share = self._share(clients)
         scaled = plan.noise_multiplier * share
         return plan._replace(noise_multiplier=scaled, server_noise=plan.server_noise * share)
 
     def describe(self, ledger: Ledger) -> list[str]:
-        """Return a sentence with the deployment's epsilon."""
+        """Return a sentence with the deployment's epsilon, or none for an empty ledger."""
         rounds, clients = np.shape(ledger.participants)
         if not rounds:
             return []

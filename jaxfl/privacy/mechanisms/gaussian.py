@@ -68,7 +68,7 @@ _LEAST_CLIP = 1e-10
 
 
 class RoundNumbers(NamedTuple):
-    """Public numbers of the mechanism in one round."""
+    """Public numbers of the mechanism in one round: z, s, w and the expected denominator."""
 
     noise_multiplier: Float[Array, ""]
     client_noise: Float[Array, "#C"]
@@ -80,6 +80,7 @@ class Cohort(NamedTuple):
     """Participants of a round, the round's numbers, and the mechanism's notes for the ledger."""
 
     sampled: Bool[Array, "C"]
+    """Whether each client takes part."""
     numbers: RoundNumbers
     notes: dict[str, Float[Array, ""]] = {}  # noqa: RUF012 (never written to)
     canaries: Any = None
@@ -92,7 +93,7 @@ class Participant(NamedTuple):
     client_id: Int[Array, ""]
     """Index of the client among all clients."""
     noise: Float[Array, ""]
-    """Std of the noise that the participant adds, divided by C."""
+    """Std of the noise that the participant adds, divided by the clip bound."""
 
 
 class Contribution(NamedTuple):
@@ -112,13 +113,13 @@ class Total(NamedTuple):
     update: Tree
     """Sum of weighted contributions, in the numbers of `Mechanism.representation`."""
     variance: Float[Array, ""]
-    """Variance of the clients' noise on the sum, over C^2."""
+    """Variance of the clients' noise on the sum, over the squared clip bound."""
     weight: Float[Array, ""]
     """Sum of the participants' weights."""
     rows: Tree
     """Row of each participant, [most, ...], ordered by client.
 
-    Rows beyond the participants are zero.
+    `most` is the sampler's largest cohort. Rows beyond the participants are zero.
     """
 
 
@@ -128,7 +129,7 @@ FIELDS: dict[str, Check] = {
     "client_noise": functools.partial(check_noise, axes=(0, 1, 2)),
     "weights": functools.partial(check_numbers, axes=(1, 2), zero=True),
 }
-"""Checks of the fields of all mechanisms."""
+"""Checks of the fields of all mechanisms, by the name of the field."""
 
 
 @checked(**FIELDS)
@@ -278,9 +279,9 @@ class Mechanism:
     def add_client_noise(
         self, key: Key[Array, "*S"], memory: Tree, client: Participant, update: Tree
     ) -> Tree:
-        """Add a client's noise, also to a dropped update.
+        """Return the update with the client's noise.
 
-        The accountant counts this noise.
+        An update that was not finite, and is zero now, gets it too, because accountants count it.
         """
         if not self.clients_noisy:
             return update
@@ -312,11 +313,14 @@ class Mechanism:
         return jax.tree.map(lambda leaf: leaf * share, narrow(update)), std, memory
 
     def top_up(self, numbers: RoundNumbers, total: Total) -> Float[Array, ""]:
-        """Return the std over C that the server adds to the sum."""
+        """Return the std over C of the noise that the server adds to the sum."""
         return server_noise(numbers, total.variance)
 
     def divisor(self, numbers: RoundNumbers, weight: Float[Array, ""]) -> Float[Array, ""]:
-        """Return the denominator of the aggregate, given the realised sum of weights."""
+        """Return the denominator of the aggregate, given the realised sum of weights.
+
+        For an empty cohort, "participants" gives 1.
+        """
         if self.denominator == "expected":
             return numbers.denominator
         return jnp.where(weight > 0, weight, 1.0)
@@ -395,7 +399,7 @@ class Mechanism:
 
     @property
     def representation(self) -> Floats:
-        """Numbers in which the sums are made."""
+        """Numbers of the sums: floats without noise, else 64-bit integers or steps of a grid."""
         if not self.noisy:
             return Floats()
         if self.noise == "grid":
@@ -403,7 +407,7 @@ class Mechanism:
         return Integers()
 
     def unit(self, memory: Tree, numbers: RoundNumbers) -> Float[Array, ""]:
-        """Return the unit of a round's sums."""
+        """Return the unit of a round's sums, as `representation` defines it."""
         largest = self.contribution_bound(memory) * jnp.max(numbers.weights)
         return self.representation.unit(largest, numbers.noise_multiplier)
 
@@ -444,7 +448,7 @@ class Mechanism:
 
     @property
     def fixed_cohort(self) -> bool:
-        """Whether every round has as many participants as any other."""
+        """Whether all rounds have the same number of participants."""
         return self.sampling.fixed
 
     @property
@@ -501,7 +505,10 @@ class Mechanism:
 
 
 def round_numbers(mechanism: Mechanism, clients: int, index: Int[Array, ""]) -> RoundNumbers:
-    """Return the entries of the tables for one round, whose index may be traced."""
+    """Return the tables' rows for round `index`, which may be traced.
+
+    An index beyond a table takes its last row.
+    """
 
     def row(table: np.ndarray | Array) -> Array:
         return jnp.asarray(table, jnp.float32)[jnp.minimum(index, table.shape[0] - 1)]
@@ -538,9 +545,10 @@ def server_noise(numbers: RoundNumbers, present: Float[Array, ""]) -> Float[Arra
 
 
 def noise_share(noise_multiplier: Any, sampling: Sampling, clients: int) -> Any:
-    r"""Return the std over C that each client adds, so that an expected cohort's sum has z.
+    r"""Return the std over C that each client adds, so that the sum of a mean cohort has z.
 
-    It is :math:`z / \sqrt{qN}`.
+    It is :math:`z / \sqrt{qN}`, where qN is the expected cohort. A schedule gives one std per
+    round.
     """
     # NumPy cannot convert a sweep's traced number, which division takes as it is.
     by_round = isinstance(noise_multiplier, list | tuple)
@@ -558,7 +566,10 @@ def check_clip(name: str, value: Number) -> None:
 
 
 def extremes(name: str, values: np.ndarray) -> np.ndarray:
-    """Return the smallest and the largest positive value, which float32 must be able to square."""
+    """Return the smallest and the largest positive value, or an empty array if there is none.
+
+    Raise an error if float32 cannot square them.
+    """
     positive = values[values > 0]
     if not positive.size:
         return np.zeros(0)

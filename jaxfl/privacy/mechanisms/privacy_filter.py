@@ -160,7 +160,7 @@ class PrivacyFilter(Mechanism):
         sent: Message,
         norm: Float[Array, ""],
     ) -> Contribution:
-        """Return the noised update, and the released number."""
+        """Return the noised update, and the clipped and noised number as `row`."""
         number = sent.extra
         release = self.release
         if (number is None) != (release is None):
@@ -197,7 +197,10 @@ class PrivacyFilter(Mechanism):
     def view(
         self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False
     ) -> View:
-        """Return the filter's bound for every observer. Sums count as their uploads."""
+        """Return the filter's bound for every observer, because sums follow from uploads.
+
+        Without a filter it is the view of `Mechanism`, or no bound if numbers are released.
+        """
         view = super().view(ledger, observer, replaced=replaced, one_round=one_round)
         # Such a view covers the entire run already: nothing is sent, or nothing is bounded.
         if view.whole:
@@ -230,7 +233,7 @@ class PrivacyFilter(Mechanism):
         return topped_up(plan._replace(participants=self._affordable(plan)))
 
     def describe(self, ledger: Ledger) -> list[str]:
-        """Return a sentence on the filter and on the noise of released numbers."""
+        """Return a sentence on the filter and its released numbers, or none without a filter."""
         del ledger
         if not self.least_total:
             return []

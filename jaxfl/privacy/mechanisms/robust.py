@@ -23,7 +23,7 @@ from jaxfl.types import Ledger, Message, Tree
 
 
 class Robust(Mechanism):
-    """Aggregate of the rows of all participants.
+    """Mechanism that combines the clipped updates of all participants by `combine`, not by a sum.
 
     Each clipped update is kept until the end of the round, so memory holds as many updates as the
     sampler may draw. A round without participants changes nothing.
@@ -40,7 +40,7 @@ class Robust(Mechanism):
             )
 
     def combine(self, rows: Tree, present: Bool[Array, "R"], count: Int[Array, ""]) -> Tree:
-        """Combine the updates of the participants.
+        """Return the aggregate of the participants' updates, with the shapes of one update.
 
         Args:
             rows: Updates [R, ...], of which those of the participants come first.
@@ -64,14 +64,14 @@ class Robust(Mechanism):
         sent: Message,
         norm: Float[Array, ""],
     ) -> Contribution:
-        """Return a row, and nothing for the sum."""
+        """Return the clipped update as `row`, and an empty tree for the sum."""
         contribution = super().contribute(key, memory, client, sent, norm)
         return Contribution((), jnp.zeros(()), row=contribution.update)
 
     def aggregate(
         self, key: Key[Array, "*S"], memory: Tree, cohort: Cohort, total: Total, mesh: Mesh
     ) -> tuple[Tree, Float[Array, ""], Tree]:
-        """Return the combination of the rows."""
+        """Return the combined rows, or zeros without participants, a std of 0, and the memory."""
         del key, mesh
         count = jnp.sum(cohort.sampled)
         present = jnp.arange(len(jax.tree.leaves(total.rows)[0])) < count
@@ -82,7 +82,7 @@ class Robust(Mechanism):
     def view(
         self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False
     ) -> View:
-        """Return a view without any protection."""
+        """Return a view without any protection, unless nothing leaves the clients."""
         view = super().view(ledger, observer, replaced=replaced, one_round=one_round)
         if view.whole:
             return view
@@ -104,7 +104,7 @@ class Median(Robust):
     """
 
     def combine(self, rows: Tree, present: Bool[Array, "R"], count: Int[Array, ""]) -> Tree:
-        """Return the mean of the middle values."""
+        """Return the middle value of each coordinate, or the mean of two middle ones."""
 
         def middle_of(ordered: Float[Array, "R *S"]) -> Float[Array, "*S"]:
             return ordered[(count - 1) // 2] + ordered[count // 2]

@@ -152,7 +152,7 @@ class Skellam(Mechanism):
         return max(1, math.ceil((1 - self.dropout) * expected - 1e-9))
 
     def init(self, key: Key[Array, "*S"], update: Callable[[], Tree], clients: int) -> Shares:
-        """Return the distribution of a share, after a check of the modulus."""
+        """Return the distribution of a share, or raise an error if sums could wrap too often."""
         del key, update
         least = self.fewest_shares(clients)
         self._check_modulus(clients)
@@ -162,7 +162,10 @@ class Skellam(Mechanism):
     def draw(
         self, key: Key[Array, "*S"], memory: Shares, index: Int[Array, ""], clients: int
     ) -> Cohort:
-        """Draw the participants, and note their number."""
+        r"""Draw the participants, and note their number as `shares`.
+
+        The client noise is that of one share, :math:`z / \sqrt{n}`.
+        """
         drawn = super().draw(key, memory, index, clients)
         noise = drawn.numbers.noise_multiplier / math.sqrt(self.fewest_shares(clients))
         numbers = drawn.numbers._replace(client_noise=noise.reshape(1))
@@ -177,7 +180,7 @@ class Skellam(Mechanism):
         sent: Message,
         norm: Float[Array, ""],
     ) -> Contribution:
-        """Return the update and its share of noise, which is added after the rounding."""
+        """Return the update and its share of noise as `Shared`, added after the rounding."""
         contribution = super().contribute(key, memory, client, sent, norm)
         # Noise in whole steps on a rounded update is exact. Rounding their sum would not be.
         share = _share(key, memory, client, sent.update)
@@ -205,9 +208,9 @@ class Skellam(Mechanism):
     def view(
         self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False
     ) -> View:
-        """Return Skellam noise of the shares of each round, or of one share for uploads.
+        """Return the view of Skellam noise: of a round's shares, or of one share for uploads.
 
-        Another client knows its own share.
+        Against another client a round has one share less, because that client knows its own.
         """
         del one_round
         if not self.communicates or not len(ledger.participants):
@@ -245,7 +248,10 @@ class Skellam(Mechanism):
         return plan._replace(client_noise=noise, server_noise=np.zeros(rounds), notes=notes)
 
     def describe(self, ledger: Ledger) -> list[str]:
-        """Return the shares of the rounds, the sensitivities, and the chance that a sum wraps."""
+        """Return sentences on the rounds' shares, the sensitivities, and the chance of a wrap.
+
+        There are none for an empty ledger.
+        """
         if not len(ledger.participants):
             return []
         clients = ledger.participants.shape[1]
@@ -287,7 +293,7 @@ class Skellam(Mechanism):
         return True
 
     def _check_modulus(self, clients: int) -> None:
-        """Require a modulus within which a sum of longest updates lies, but for rare noise."""
+        """Require enough bits that a coordinate wraps with a probability of at most 1e-9."""
         levels: Any = self.noise_multiplier
         if traced(levels):
             return
@@ -304,7 +310,7 @@ class Skellam(Mechanism):
         )
 
     def _log_wraps(self, clients: int, longest: float, bits: int) -> float:
-        """Return a bound on the log probability that a coordinate of a sum wraps.
+        """Return an upper bound on the log probability that a coordinate of a sum wraps.
 
         Args:
             clients: Number of clients.

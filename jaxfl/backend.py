@@ -106,11 +106,12 @@ _TPU = _GPU._replace(
 
 
 def with_flags(flags: str) -> str:
-    """Return XLA_FLAGS with an option that XLA reads only for all compilations of a process.
+    """Return the text of XLA_FLAGS with an option that disables XLA's tiled emitter on CPUs.
 
-    Some operations, such as params - server, are fused with no other. Without the option, XLA
-    compiles them for tiles of 16 numbers, and they take four times as long. Flags that name a file
-    stay unchanged, because XLA reads all of the text as the name.
+    XLA reads the option only for all compilations of a process. The emitter compiles operations
+    that are fused with no other, such as params - server, for tiles of 16 numbers. They then take
+    four times as long. Flags that name a file stay unchanged, because XLA reads all of the text as
+    the name.
 
     >>> with_flags("/etc/xla_flags")
     '/etc/xla_flags'
@@ -173,7 +174,7 @@ def backend(platform: str | None = None) -> Backend:
 
 
 def traced_for(mesh: Mesh) -> contextlib.AbstractContextManager:
-    """Let models take the forms for a mesh's devices, within a `with` block."""
+    """Return a context in which programs are traced for the platform of a mesh's devices."""
     return _TRACED_FOR(mesh.devices.flat[0].platform)
 
 
@@ -196,7 +197,7 @@ def of_mesh(mesh: Mesh) -> Backend:
 
 
 def compiler_options(mesh: Mesh) -> dict[str, Any]:
-    """Return the options of XLA for programs on a mesh."""
+    """Return the options of XLA for programs on a mesh, by name."""
     kind = of_mesh(mesh)
     if mesh.size > 1:
         return {**kind.compiler, **kind.compiler_split}

@@ -112,7 +112,7 @@ def ask(callbacks: Sequence[Callback], rows: Sequence[EvaluationRow]) -> bool:
 
 
 def _answer(name: str, value: Any) -> bool:
-    """Require None or a bool."""
+    """Return a callback's answer as a bool, where None is False. Other types raise an error."""
     python_value = plain(value)
     if python_value is None or isinstance(python_value, bool):
         return bool(python_value)
@@ -179,8 +179,8 @@ class EpsilonBudget:
             done: Number of rounds so far.
 
         Raises:
-            ValueError: The run has no such epsilon, or the first interval spends more than the
-                limit.
+            ValueError: The run has no finite epsilon in `column`, or the first interval spends more
+                than the limit.
         """
         self._ahead = ahead
         first = self._finite(ahead(done).get(self.column))
@@ -204,7 +204,7 @@ class EpsilonBudget:
         return 2 * spent - before > self.limit
 
     def _finite(self, value: float | None) -> float:
-        """Require that the run has this epsilon, and that it is finite."""
+        """Return an epsilon of the run, or raise an error if it is None or not finite."""
         if value is None or not math.isfinite(value):
             raise ValueError(
                 "epsilon_budget() must be for an observer and a unit that the run protects, got "
@@ -375,7 +375,7 @@ def mlflow(library: Any, run_id: str | None = None) -> Callback:
 
 
 def _metric_values(rows: list[EvaluationRow], name: str) -> list[float]:
-    """Return the values of a metric in all rows."""
+    """Return the values of a metric in all rows, or raise an error if the newest row lacks it."""
     if name not in rows[-1]:
         known = ", ".join(rows[-1])
         raise ValueError(f"metric must be one of {known}, got {name!r}. Choose one of these.")

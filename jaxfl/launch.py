@@ -60,7 +60,7 @@ _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 
 
 class _Stop(NamedTuple):
-    """A signal to the launcher, and the time at which it came."""
+    """A signal to the launcher, and its `time.monotonic()`."""
 
     time: float
     number: int
@@ -353,7 +353,7 @@ def _stops() -> Iterator[list[_Stop]]:
 def _start(
     options: argparse.Namespace, alone: bool, devices: list[int] | None, alive: int
 ) -> dict[int | None, subprocess.Popen]:
-    """Start this machine's processes, and return them by number.
+    """Start this machine's processes, and return them by number, which is None if JAX detects it.
 
     Args:
         options: Options of the command line.
@@ -393,9 +393,9 @@ def _start(
 def _wait(
     children: dict[int | None, subprocess.Popen], stops: list[_Stop]
 ) -> tuple[int | None, int]:
-    """Wait for all processes, and return number and exit code of the one that failed first.
+    """Wait for all processes, and return the number and exit code of the first that failed.
 
-    The code is 0 if none failed.
+    The code is 0 if none failed, and negative if a signal ended or stopped the process.
     """
     ended: queue.SimpleQueue = queue.SimpleQueue()
     # Each process has a thread, so that the queue has the order of events.
@@ -427,9 +427,9 @@ def _wait(
 
 
 def _stopped(children: dict[int | None, subprocess.Popen]) -> tuple[int | None, int] | None:
-    """Return number and negative signal of a stopped process, or None.
+    """Return the number and negative signal of a suspended process, or None if there is none.
 
-    JAX ends other processes that wait for a stopped one.
+    A suspended process is the cause if JAX ends the others, which wait for it.
     """
     # Python before 3.13 has no `waitid` on macOS.
     if not hasattr(os, "waitid"):
@@ -451,7 +451,7 @@ def _join(
     run: str,
     launcher: int,
 ) -> None:
-    """Become one of the processes, and run the program.
+    """Join the other processes through JAX, and run the program in `sys.argv`.
 
     Args:
         coordinator: HOST:PORT. None if JAX detects it.
@@ -491,7 +491,10 @@ def _end_after(launcher: int) -> None:
 
 
 def _run_program(run: str, processes: int | None, process: int | None) -> int:
-    """Run the program if all processes run the same one, and return its exit code."""
+    """Run the program, and return its exit code.
+
+    If the processes differ in program, versions or launcher, return 1 without running it.
+    """
     module = sys.argv[1] == "-m"
     sys.argv[:] = sys.argv[2 if module else 1 :]
     facts = {"run": run, "processes": str(processes), "program": shlex.join(sys.argv)}
@@ -528,7 +531,7 @@ def _run_program(run: str, processes: int | None, process: int | None) -> int:
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions of Python, JAX and this package by name."""
+    """Return the versions of Python and JAX, and a hash of this package's code, by name."""
     sources = sorted(pathlib.Path(__file__).parent.rglob("*.py"))
     code = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
     return {"python": platform.python_version(), "jax": jax.__version__, "jaxfl's code": code[:12]}

@@ -29,7 +29,7 @@ class Server(NamedTuple):
 
 
 class SparseServer(NamedTuple):
-    """A server with the masks that it broadcasts, and the public key for random masks."""
+    """A server with the round's masks, which it broadcasts, and a public key for random masks."""
 
     params: Params
     optimizer: Tree
@@ -174,7 +174,7 @@ def fedadagrad(
 
 
 class _Moments(NamedTuple):
-    """m and v of all coordinates."""
+    """Moments of an adaptive optimizer: m as `first`, and v as `second`, by coordinate."""
 
     first: Tree
     second: Tree
@@ -183,7 +183,10 @@ class _Moments(NamedTuple):
 def _adaptive(
     learning_rate: Number, beta1: Number, tau: Number, second_fn: Callable[[Array, Array], Array]
 ) -> optax.GradientTransformation:
-    """Build Algorithm 2 with `second_fn`, which maps v and the squared aggregate to the next v."""
+    """Build `fedadam` with another rule for v.
+
+    `second_fn` maps v and the squared aggregate to the next v.
+    """
 
     def init(params: Params) -> _Moments:
         first = optax.tree.zeros_like(params)
@@ -222,10 +225,10 @@ def sparse_step(
 
 
 def public_key(public: UInt32[Array, "2"]) -> Key[Array, ""]:
-    """Return the public key of this round."""
+    """Return the public key of the round that has the key data `public`."""
     return _this_and_next(public)[0]
 
 
 def _this_and_next(public: UInt32[Array, "2"]) -> Key[Array, "2"]:
-    """Return the keys of this round and the next one."""
+    """Return two keys [2] that follow from a round's key data: the round's, and the next one's."""
     return jax.random.split(jax.random.wrap_key_data(public, impl="threefry2x32"))

@@ -61,7 +61,7 @@ _EXACT = 256
 """Default number of test examples of a client up to which its area under an ROC curve is exact."""
 
 _MOST_EXACT = 2**16 - 1
-"""Largest such number. Twice as many pairs of its examples would not fit into 32 bits."""
+"""Largest value of `exact`. With more examples, twice the number of pairs exceeds 32 bits."""
 
 
 def _ratio(sums: tuple[Array, Array]) -> Array:
@@ -257,7 +257,7 @@ class Change:
         self.applied = False
 
     def __call__(self, logits: Float[Array, "B K"]) -> Float[Array, "B K"]:
-        """Change logits, and remember that a loss asked for it."""
+        """Return the changed logits, and set `applied`."""
         self.applied = True
         return self.function(logits)
 
@@ -513,7 +513,7 @@ def next_token(*metrics: str, ignore: int = -1) -> Task:
     def added(
         part: Callable[[Array, Array], Array],
     ) -> Callable[[Array, Array, Array], tuple[Array, Array]]:
-        """Return the sums of a score of each token over the tokens that count."""
+        """Return `Metric.sums` for the mean of a token's score `part` over tokens that count."""
 
         def sums(outputs: Array, labels: Array, weights: Float[Array, "B"]) -> tuple[Array, Array]:
             counts = (labels != ignore) * weights[:, None]
@@ -607,7 +607,7 @@ def _macro_f1(sums: tuple[Float[Array, "K"], Float[Array, "K"]]) -> Float[Array,
 
 
 class _Outputs(NamedTuple):
-    """What the area under an ROC curve is computed from."""
+    """Sums from which the area under an ROC curve is computed."""
 
     margins: Float[Array, "exact K"]
     """Numbers whose order is that of the classes' probabilities."""
@@ -615,6 +615,7 @@ class _Outputs(NamedTuple):
     count: Int[Array, ""]
     """Number of examples, of which the first `exact` are kept."""
     histograms: Float[Array, "2 K bins"]
+    """Numbers of positive and of negative examples by class and bin of probabilities."""
 
 
 def _area(ranked: Callable[[Array, Array], tuple[Array, Array, Array]], exact: int) -> Metric:
@@ -691,7 +692,7 @@ def _rank_area(
 def _histograms(
     scores: Float[Array, "B K"], true: Shaped[Array, "B K"], weights: Float[Array, "B"]
 ) -> Float[Array, "2 K bins"]:
-    """Count the positive and the negative examples in each bin of scores from 0 to 1."""
+    """Count the positive and the negative examples, by class, in each bin of scores in [0, 1]."""
     bin_of_score = jnp.clip((scores * _BINS).astype(jnp.int32), 0, _BINS - 1)
     bins = jax.nn.one_hot(bin_of_score, _BINS)
     split = jnp.stack([true, ~true]) * weights[None, :, None]
@@ -798,7 +799,7 @@ def auc_interval(
         return (area - theta) ** 2 > z**2 * variance(theta)
 
     def limit(far: float) -> Float[np.ndarray, "C"]:
-        """Return the limit between the area and an end, by bisection."""
+        """Return the limit between the area and `far`, which is 0 or 1, by bisection."""
         inner = np.array(area)
         outer = np.full_like(area, far)
         for _ in range(60):

@@ -119,7 +119,7 @@ class StepNoise(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """A store that keeps each of its arrays as one row of numbers, and is indexed like an array.
+    """An array [D, ...] that is stored with one row of numbers per example, and indexed along D.
 
     A TPU pads the two innermost axes of an array. Pixels of three colours would take 43 times their
     bytes there.
@@ -256,7 +256,7 @@ class Message(NamedTuple):
     """Message of one client, as `client_update` returns it, without clipping and noise."""
 
     update: Tree
-    """The raw update."""
+    """Update before clipping and noise: a change, or weights if `Algorithm.sends` says so."""
     extra: Tree = None
     """The number that a client releases (`PrivacyFilter`), or the support of its update
     (`PrivateMask`). None for other mechanisms."""
@@ -274,7 +274,7 @@ class Terms(NamedTuple):
 
 
 class Sparse(NamedTuple):
-    """Number of nonzero coordinates of a client's update, for the count of sent bytes."""
+    """Count of the coordinates of a client's update that may be nonzero, for sent bytes."""
 
     values: Callable[[Tree], Number]
     """Function from the shapes of an update to the number of its coordinates that are sent."""
@@ -351,9 +351,12 @@ class Ledger(NamedTuple):
 
     participants: Bool[Any, "T C"]
     client_noise: Float[Any, "T #C"]
+    """Std of the noise that each client adds to its update if it takes part."""
     weights: Float[Any, "T #C"]
     server_noise: Float[Any, "T"]
+    """Std of the noise that the server added to the sum."""
     noise_multiplier: Float[Any, "T"]
+    """Least std of all noise on the sum, also divided by the round's largest weight."""
     example_noise: Float[Any, "#T #C"] = np.zeros((1, 1))
     """Std of the noise that each participant's local steps add to sums of clipped gradients.
 

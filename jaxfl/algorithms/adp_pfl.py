@@ -58,7 +58,7 @@ as (13) is printed.
 """
 
 _FISHER = {"examples": client_fisher, "mean": squared_gradient}
-"""Functions that estimate a client's Fisher information, by the name of the estimate."""
+"""Functions that estimate a client's Fisher information, by the names in `Square`."""
 
 
 def _check_percentile(name: str, value: Any) -> Any:
@@ -451,6 +451,9 @@ def _masked(
 
 
 def _public(noise: Any, risks: Any) -> Float[np.ndarray, "#T C"]:
-    """Return the noise by round and client, which is in proportion to public risks."""
+    """Return noise by round and client, in proportion to public risks.
+
+    The client with the least risk gets `noise` itself.
+    """
     risks = np.asarray(risks, np.float64)
     return np.atleast_1d(noise)[:, None] * (risks / risks.min())

@@ -104,7 +104,7 @@ def apfl(
     def both(
         outputs: tuple[Array, Array], labels: Array, weights: Float[Array, "B"]
     ) -> Float[Array, ""]:
-        """Return a number with the value of w's loss and the gradient of the sum of both."""
+        """Return the loss of w, whose gradient is that of the sum with the mixture's loss."""
         shared_outputs, mixed_outputs = outputs
         mixed = model.task.mean_loss(mixed_outputs, labels, weights)
         shared = model.task.mean_loss(shared_outputs, labels, weights)
@@ -141,7 +141,7 @@ def _mix(client: Own, shared: Params) -> Params:
 
 
 def _projected_sgd(learning_rate: Number) -> optax.GradientTransformation:
-    """Return SGD whose steps are projected onto [0, 1]."""
+    """Return SGD that keeps its parameters within [0, 1]."""
 
     def project(updates: Tree, params: Tree | None) -> Tree:
         return jax.tree.map(lambda u, p: jnp.clip(p + u, 0, 1) - p, updates, params)

@@ -67,6 +67,9 @@ def blur_lus(
     References: Cheng et al., Differentially Private Federated Learning with Local Regularization
         and Sparsification, CVPR 2022.
 
+    Raises:
+        ValueError: The clip bound is infinite, and there is a penalty or noise.
+
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Poisson
     >>> blur_lus(mlp((8, 8, 1), 10), clip=0.2, noise_multiplier=1.0, sampling=Poisson(0.1)).name

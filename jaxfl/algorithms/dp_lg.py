@@ -55,6 +55,9 @@ def dp_lg(
     References: Liang et al., Think Locally, Act Globally: Federated Learning with Local and Global
         Representations, 2020 (arXiv:2001.01523).
 
+    Raises:
+        ValueError: The model has no head, or no layer outside its head.
+
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Full
     >>> network = mlp((8, 8, 1), 10, hidden=(16,))

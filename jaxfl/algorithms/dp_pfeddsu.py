@@ -127,6 +127,10 @@ def dp_pfeddsu(
     References: Wang, Zhang, Gao, Luo, "Differential Privacy Personalized Federated Learning Based
         on Dynamically Sparsified Client Updates".
 
+    Raises:
+        ValueError: `backward_density` is below `density`, the extractor has fewer than
+            `sparse_layers` layers with a kernel, or the model has no layer outside its head.
+
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Full
     >>> network = mlp((8, 8, 1), 10, hidden=(16,))
@@ -247,7 +251,10 @@ def dp_pfeddsu_paper(
 
 
 def _check_layers(model: Model, num_layers: int | None) -> int:
-    """Return how many layers may be sparse, and check that a given number fits the model."""
+    """Return the number of layers that may be sparse, which is 4 for None.
+
+    Raise an error if a given number exceeds the extractor's layers with a kernel.
+    """
     if num_layers is None:
         return 4
     shapes = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
@@ -263,7 +270,7 @@ def _check_layers(model: Model, num_layers: int | None) -> int:
 
 
 def _sparse(model: Model, params: Params, num_layers: int) -> list[str]:
-    """Return the last `num_layers` layers of an extractor that have a kernel."""
+    """Return the names of the last `num_layers` layers of an extractor that have a kernel."""
     kernels = [
         name
         for name in model.layers
@@ -273,7 +280,7 @@ def _sparse(model: Model, params: Params, num_layers: int) -> list[str]:
 
 
 def _sparse_update(model: Model, num_layers: int, density: Number, *, public: bool) -> Sparse:
-    """Return how many coordinates of an extractor a client sends."""
+    """Return the count of the coordinates of an extractor that a client sends, as a `Sparse`."""
 
     def values(extractor: Params) -> Number:
         return number_sent(extractor, _sparse(model, extractor, num_layers), density)
@@ -292,7 +299,7 @@ def _sparsified(
     head: LocalSGD,
     evaluation_epochs: int | None,
 ) -> Algorithm:
-    """Build the method of both builders.
+    """Build the method that `dp_pfeddsu` and `dp_pfeddsu_paper` share.
 
     Args:
         model: The network.

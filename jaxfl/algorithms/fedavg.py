@@ -29,7 +29,7 @@ from jaxfl.server import Server, init_clients, init_server, server_step
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms, Tree
 
 Penalty: TypeAlias = Callable[[Params, Params], Float[Array, ""]]
-"""Function of a client's parameters and of the broadcast ones to a term of the loss."""
+"""Function from a client's parameters and the broadcast ones to a term that the loss adds."""
 
 GradientRule: TypeAlias = Callable[[GradientFn], GradientFn]
 """Function that changes how a local step computes its gradient."""
@@ -282,6 +282,9 @@ def dp_fedavg_fb(
         Publishing heads voids the guarantee.
     References: The DP-FedAvg-fb column of DP-pFedDSU; DP-FedAvg-ft in CENTAUR's code.
 
+    Raises:
+        ValueError: The model has no head, or the clip bound is infinite and there is noise.
+
     >>> from jaxfl.models import mlp
     >>> dp_fedavg_fb(mlp((8, 8, 1), 10, hidden=(16,)), clip=1.0, noise_multiplier=1.0).name
     'dp_fedavg_fb'
@@ -324,7 +327,9 @@ def keeps_models(base: Algorithm, name: str, client_update: Callable[..., tuple]
 
 
 def sends_weights(method: Algorithm) -> Algorithm:
-    """Return a method whose clients send weights, and whose server takes their mean as its own.
+    """Return a method whose clients send weights, and whose server keeps their aggregate.
+
+    The server's optimizer takes no step.
 
     Args:
         method: A method whose clients send updates.

@@ -17,7 +17,7 @@ _STALENESS = 2**31 + 3
 
 
 class Versions(NamedTuple):
-    """The server's state, and the last S + 1 states, from which clients may train."""
+    """The server's current state, and its last S + 1 states, the current one included."""
 
     current: Tree
     known: Tree

@@ -97,6 +97,9 @@ def feddpa(
     References: Yang, Huang, Ye, "Dynamic Personalized Federated Learning with Adaptive Differential
         Privacy", NeurIPS 2023.
 
+    Raises:
+        ValueError: The clip bound is infinite, and there is noise or :math:`\lambda_2` is not 0.
+
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Poisson
     >>> private = feddpa(mlp((8, 8, 1), 10), sampling=Poisson(0.1), noise_multiplier=1.0)
@@ -254,7 +257,10 @@ def _personalized(
     local: LocalSGD,
     evaluate: str,
 ) -> Algorithm:
-    """Build the method of both builders, whose mechanism says who adds the noise."""
+    """Build `feddpa` with the given mechanism, which decides whether clients add the noise.
+
+    `lambdas` are the weights of the penalties of stages A and B, whose form is `reg`.
+    """
     _, lambda2 = lambdas
     check_bound(mechanism.clip, "lambda2", lambda2)
     server_optimizer = optax.sgd(1.0)

@@ -114,5 +114,5 @@ def ifca(
 
 
 def _one_of(several: Params, index: Int[Array, ""]) -> Params:
-    """Return one of several stacked models."""
+    """Return the model at `index` of several models that are stacked along the first axis."""
     return jax.tree.map(lambda leaf: leaf[index], several)

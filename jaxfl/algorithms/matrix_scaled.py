@@ -22,20 +22,21 @@ _BLOCK = 128
 """Number of examples whose logits are computed at once."""
 
 _CONSTANT = 30**0.5
-"""Input whose weights are the offset, so that its penalty is 1/30 of the matrix's.
+"""Constant input of the fit, whose weights times this number are the offset.
 
+The penalty of the offset is therefore 1/30 of the matrix's.
 Clients differ more often in how frequent their classes are than in what the classes mean.
 """
 
 
 class LogitsMap(NamedTuple):
-    """A linear map of logits."""
+    """A linear map of logits: logits times `matrix`, plus `offset`."""
 
     matrix: Float[Array, "K K"]
     offset: Float[Array, "K"]
 
     def __call__(self, logits: Float[Array, "B K"]) -> Float[Array, "B K"]:
-        """Map logits to new ones."""
+        """Return the mapped logits, in the dtype of `logits`."""
         matrix, offset = (leaf.astype(logits.dtype) for leaf in self)
         return logits @ matrix + offset[None]
 
@@ -201,7 +202,7 @@ def fit_map(
 def _logits(
     model: Model, params: Params, data: ClientData, classes: int
 ) -> tuple[Float[Array, "M B K"], Int[Array, "M B"], Bool[Array, "M B"]]:
-    """Return the logits and labels of all examples of a client by block, and which are real."""
+    """Return logits and labels of a client by block, and which positions hold an example."""
     batch = min(_BLOCK, data.padded)
     logits = computed(model, data, functools.partial(model.apply, params), batch=batch)
     positions = jnp.arange(len(logits)).reshape(-1, batch)

@@ -384,7 +384,7 @@ def _primitives(program: core.Jaxpr) -> Iterator[str]:
 
 
 def _clipped(x: Float[Array, "B F"], radius: Number) -> Float[Array, "B F"]:
-    """Scale longer rows down to the norm `radius`."""
+    """Return the rows of x, of which those longer than `radius` are scaled down to it."""
     norm = jnp.linalg.norm(x, axis=1, keepdims=True)
     return x * jnp.minimum(1, radius / jnp.maximum(norm, 1e-30))
 

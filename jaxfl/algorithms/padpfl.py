@@ -390,7 +390,10 @@ def _impacts_and_delta(
 
 
 def _with_inexactness(base: Algorithm, mu: float) -> Algorithm:
-    """Return the method with `info["gamma"]`, the inexactness of each client."""
+    """Return the method with `info["gamma"]`, each client's inexactness (see `padpfl`).
+
+    It is 0 for a client whose gradient at the broadcast is 0.
+    """
 
     def client_update(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> tuple:
         message, client, info = base.client_update(key, server, client, data)
@@ -418,7 +421,7 @@ def _exposure(weights: Float[np.ndarray, "..."]) -> float:
 def _slope(
     model: Model, params: Params, center: Params, data: ClientData, mu: float
 ) -> Float[Array, ""]:
-    """Return the norm of the gradient of a client's proximal objective.
+    """Return the norm of the gradient, at `params`, of a client's loss with a proximal term.
 
     One plain step with all of the client's examples moves the parameters by the negative gradient.
     """

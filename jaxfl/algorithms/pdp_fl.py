@@ -407,15 +407,15 @@ class NoiseByLevel(Mechanism):
 
     @property
     def server_noisy(self) -> bool:
-        """Return True, because a cohort may get noise even if another one gets none."""
+        """True, because a cohort may get noise even if another one gets none."""
         return True
 
     def view(
         self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False
     ) -> View:
-        """Return the view, without amplification if the clients' noise differs.
+        """Return the view of `Mechanism`, without amplification if the clients' noise differs.
 
-        The server does not top such noise up, so that the sum shows who takes part.
+        The server does not top different noise up to one level, so the sum shows who takes part.
         """
         view = super().view(ledger, observer, replaced=replaced, one_round=one_round)
         noise = self.client_noise_table
@@ -456,7 +456,10 @@ def _by_level(
 def _by_kind(
     budgets: Float[np.ndarray, "C"], noise_fn: Callable[[float], float]
 ) -> Float[np.ndarray, "C"]:
-    """Return the noise of each client, which is calibrated once for each kind of budget."""
+    """Return the noise of each client, calibrated for its budget.
+
+    Budgets are first rounded down to at most 64 distinct values.
+    """
     kinds, kind_of_client = np.unique(round_down(budgets), return_inverse=True)
     noise = np.array([noise_fn(float(kind)) for kind in kinds])
     return noise[kind_of_client]

@@ -67,7 +67,8 @@ def pmtl(
             "broadcast" weights.
         send: Update that a client sends. "difference" is :math:`\Delta_i`. "step" is the change by
             local training. "copy" is the update of a second copy of :math:`w^t`, trained without
-            the penalty, as in the published code. The copy doubles the work.
+            the penalty, as in the published code. The copy doubles the work, and excludes a
+            `DPSGD`.
         local: Optimizer, batches and epochs of a client's training in a round. A `DPSGD` also
             protects single examples.
         server_optimizer: Optimizer that takes the negative aggregate as its gradient. The default

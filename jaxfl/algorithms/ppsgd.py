@@ -64,6 +64,9 @@ def ppsgd(
     References: Bietti et al., Personalization Improves Privacy-Accuracy Tradeoffs in Federated
         Learning, ICML 2022.
 
+    Raises:
+        ValueError: The model has no head, or the clip bound is infinite and there is noise.
+
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Poisson
     >>> ppsgd(mlp((8, 8, 1), 10), clip=1.0, noise_multiplier=1.0, sampling=Poisson(0.1)).name

@@ -42,6 +42,7 @@ class Counted(NamedTuple):
     squares: Float[Array, ""]
     """Sum over rounds of the squared norm of the released shares."""
     rounds: Float[Array, ""]
+    """Number of rounds in the sums."""
 
 
 @checked(
@@ -203,10 +204,10 @@ def prior_corrected(
 
 
 def check_trains_by_clients(algorithm: Algorithm, *, train: Any) -> None:
-    """Require a method whose messages are protected as a client's, if a change enters training.
+    """Require a method without private local steps, before its training applies a change of logits.
 
     Args:
-        algorithm: The method whose local training sees the change.
+        algorithm: The method whose local training applies the change.
         train: Value of the argument `train`, for the error message.
 
     Raises:
@@ -228,10 +229,10 @@ def update_through(
     client: Tree,
     data: ClientData,
 ) -> tuple:
-    """Return the update of a client whose loss applies `function` to the logits first.
+    """Return the result of `client_update` for a client whose loss applies `function` to logits.
 
     Args:
-        function: Function from logits [B, K] to new ones.
+        function: Function from logits [B, K] to changed logits [B, K].
         algorithm: The method.
         key: Key of the client's update.
         server: State of the server.
@@ -253,7 +254,10 @@ def update_through(
 
 
 def _check_released(released: Number, algorithm: Algorithm, *, train: bool) -> None:
-    """Require a method whose mechanism covers shares of classes as a part of its messages."""
+    """Require a method whose mechanism covers shares of classes as a part of its messages.
+
+    `released` is the argument of `prior_corrected`, for the error message.
+    """
     mechanism = algorithm.mechanism
     if train:
         reason = "with train, whose shared model learns as if classes were equally frequent"
@@ -326,7 +330,7 @@ def classes_of(argument: str, model: Model) -> int:
 
 
 def class_counts(data: ClientData, classes: int) -> Float[Array, "K"]:
-    """Return how many examples of each class a client has, padding not counted."""
+    """Return the number of a client's examples of each class. Padding does not count."""
     positions = jnp.arange(data.padded)
     _, labels = data.take(positions)
     real = positions < data.size

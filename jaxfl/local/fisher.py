@@ -97,7 +97,8 @@ def _mean_over(
 ) -> Tree:
     """Return the mean over a client's examples, from the sums that `sum_of` returns for blocks.
 
-    Its arguments are the inputs, the labels and the weights of a block.
+    The arguments of `sum_of` are a block's inputs, labels and weights. The mean is 0 without
+    examples.
     """
     batch_size = min(batch_size, data.padded)
 

@@ -31,7 +31,10 @@ def begin(tree: Tree) -> Tree:
 
 @custom_vmap
 def longest(bound: Shaped[Array, ""]) -> Shaped[Array, ""]:
-    """Return the largest value of all lanes, for a loop's bound or for its condition."""
+    """Return the largest value of all lanes, for a loop's bound or for its condition.
+
+    Outside of `jax.vmap` it is the value itself.
+    """
     return bound
 
 
@@ -43,7 +46,10 @@ def _(_size: int, batched: list[bool], bound: Array) -> tuple[Array, bool]:
 
 @custom_vmap
 def hold(active: Bool[Array, ""], new: Tree, old: Tree) -> Tree:
-    """Return a loop's new carry for a lane that is still active, and its old one otherwise."""
+    """Return a loop's new carry for a lane that is still active, and its old one otherwise.
+
+    Outside of `jax.vmap` it is always the new carry, because the loop's bound ends the loop.
+    """
     del active, old
     return new
 
@@ -65,9 +71,9 @@ def _(size: int, batched: list[Tree], active: Array, new: Tree, old: Tree) -> tu
 
 
 def _together(active: Array, batched: Tree, new: Tree, old: Tree) -> Tree:
-    """Return the new carry, of which leaves of one shape all read the array `active`.
+    """Return the new carry, where leaves of a frequent shape select new or old by `active`.
 
-    XLA for GPUs then writes such leaves in one kernel.
+    XLA for GPUs then writes all leaves of that shape in one kernel.
     """
     leaves_of_shape = collections.Counter(leaf.shape for leaf in jax.tree.leaves(new))
     active = lax.optimization_barrier(active)

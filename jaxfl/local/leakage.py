@@ -267,9 +267,10 @@ def _doubts(model: Model, params: Params, data: ClientData) -> Float[Array, "N"]
 def _draw(
     key: Key[Array, ""], weights: Float[Array, "N"], count: int, size: Int[Array | np.ndarray, ""]
 ) -> tuple[Int[Array, "M"], Float[Array, "M"]]:
-    """Draw positions by systematic sampling, and return factors for a mean over them.
+    """Draw M = `count` of `size` positions, in proportion to their weights.
 
-    A position is expected in the sample in proportion to its weight.
+    The sampling is systematic. The second result has a factor for each drawn position. The mean of
+    factor times value over the drawn positions estimates the mean of all values without bias.
     """
     # Similar weights are neighbours in this order, so each kind of weight is drawn in proportion.
     order = jnp.argsort(weights, descending=True)
@@ -287,7 +288,7 @@ def _draw(
 def _square_by_columns(
     gradient: Callable[[Array], Params], x: Array, chunk: int
 ) -> Float[Array, ""]:
-    """Return the sum over inputs of the squared derivatives of the gradient along each of them."""
+    """Return the squared norm of a gradient's Jacobian, `chunk` columns at a time."""
 
     def column(i: Int[Array, ""]) -> Float[Array, ""]:
         unit = (jnp.arange(x.size) == i).astype(x.dtype).reshape(x.shape)

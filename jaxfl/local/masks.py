@@ -32,15 +32,15 @@ def merge(mask: Tree, inside: Tree, outside: Tree) -> Tree:
 
 
 def keep(mask: Tree, tree: Tree) -> Tree:
-    r"""Return :math:`M \odot a`, which is exactly 0 outside the mask, also where a is NaN there."""
+    r"""Return :math:`M \odot a` for `tree` a. It is exactly 0 off the mask, even where a is NaN."""
     return jax.tree.map(lambda m, leaf: jnp.where(m, leaf, 0), mask, tree)
 
 
 def sparsify(mask: Tree, sent: Tree) -> Tree:
-    r"""Return :math:`M \odot a` of a client's message, or NaN everywhere if `a` is not finite.
+    r"""Return :math:`M \odot a` for `sent` a, or NaN everywhere if a is not finite.
 
-    The engine drops a client whose update is not finite. Without this, a mask might cut exactly the
-    coordinates that show it.
+    The engine drops a client whose update is not finite. A mask might otherwise cut exactly the
+    coordinates that are not finite.
     """
     # One sum suffices, because NaN and infinity persist in sums.
     lost = ~jnp.isfinite(optax.tree.sum(sent))
@@ -193,9 +193,10 @@ def _by_kernel(
     layers: Iterable[str],
     density: Number,
 ) -> Tree:
-    """Return masks of all parameters, made by `select` for the kernels of the layers.
+    """Return masks of all parameters: by `select` for kernels of the layers, and True elsewhere.
 
-    Its arguments are a kernel, the number of weights to keep, and the kernel's index in `params`.
+    The arguments of `select` are a kernel, the number of weights to keep, and the kernel's index
+    among the leaves of `params`.
     """
     sparse = frozenset(layers)
     masks = []
@@ -208,7 +209,7 @@ def _by_kernel(
 
 
 def _is_kernel(path: tuple[Any, ...], leaf: Any, layers: frozenset[str]) -> bool:
-    """Return whether a parameter is a kernel of the layers, which masks may cut."""
+    """Return whether a parameter belongs to one of `layers`, and has two axes or more."""
     return path[0].key in layers and leaf.ndim >= 2
 
 

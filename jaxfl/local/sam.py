@@ -13,9 +13,9 @@ from jaxfl.types import Number, Params, Tree
 
 
 def sam(radius: Number) -> Callable[[GradientFn], GradientFn]:
-    """Return sharpness-aware steps, as the argument `gradient` of `jaxfl.local.train.train`.
+    """Return an argument `gradient` of `jaxfl.local.train.train` for sharpness-aware steps.
 
-    Such a step takes its gradient at `ascend` of the parameters. It reads its batch twice, and
+    A step takes its gradient at the point that `ascend` returns. It reads its batch twice, and
     reports the loss at the parameters themselves.
 
     Args:

@@ -20,7 +20,7 @@ def summed(
     data: ClientData,
     of_batch: Callable[[Array, Array, Bool[Array, "B"]], Tree],
 ) -> Tree:
-    """Return the sum of a function over a client's examples, block by block.
+    """Return the sum of a function over a client's examples, block by block, or zeros without any.
 
     Args:
         model: Network that prepares the inputs.
@@ -57,8 +57,8 @@ def computed(
 ) -> Shaped[Array, "N ..."]:
     """Return a function's values for a client's positions, block by block.
 
-    The number N of positions is that of the client, rounded up to whole blocks. Blocks without an
-    example have zeros.
+    The number N of positions is that of the client, rounded up to full blocks. Blocks without an
+    example have zeros. Padding in other blocks has the values of inputs of 0.
 
     Args:
         model: Network that prepares the inputs.

@@ -113,8 +113,8 @@ class LocalSGD:
                 nothing.
 
         Returns:
-            The trained parameters, and the mean `loss` over all steps with the number of `steps`. A
-            client without examples takes no step, and has the loss 0.
+            The trained parameters, and a dict of the mean `loss` over all steps, penalty included,
+            and the number of `steps`. A client without examples takes no step, and has the loss 0.
         """
         return train(
             key,
@@ -132,7 +132,7 @@ class LocalSGD:
 
     @property
     def dp_sgd(self) -> None:
-        """Return None, because these steps are not private (see `jaxfl.privacy.DPSGD`)."""
+        """None, because these steps are not private (see `jaxfl.privacy.DPSGD`)."""
         return
 
     @property
@@ -180,7 +180,8 @@ def train(
             is the sum over its parts. None takes all examples of a batch.
 
     Returns:
-        The trained parameters, and the mean `loss` over all steps with the number of `steps`.
+        The trained parameters, and a dict of the mean `loss` over all steps, penalty included, and
+        the number of `steps`.
     """
     padded = data.padded
     optimizer = decayed(local.optimizer, local.decay, data)
@@ -301,7 +302,8 @@ def fit_head(
             parameters if the model can be split, and all parameters otherwise. None adds nothing.
 
     Returns:
-        All parameters, and the mean `loss` over all steps with the number of `steps`.
+        All parameters, and a dict of the mean `loss` over all steps, penalty included, and the
+        number of `steps`.
     """
     extract = model.extract
     classify = model.classify
@@ -349,7 +351,7 @@ def fit_layers(
     local: LocalSGD,
     layers: Collection[str],
 ) -> Params:
-    """Train some layers alone. The optimizer reads no others, and they keep their bits.
+    """Train the given layers alone. The optimizer reads no other layers, which keep their bits.
 
     Args:
         key: Key for the order of the examples, and for layers that draw.
@@ -375,13 +377,13 @@ def fit_layers(
 def decayed(
     optimizer: optax.GradientTransformation, decay: Decay | None, data: ClientData
 ) -> optax.GradientTransformation:
-    """Return the optimizer of the client's round, with updates scaled by the decay, if any."""
+    """Return the optimizer, with updates scaled by the decay of the round `data.round`, if any."""
     return optimizer if decay is None else optax.chain(optimizer, optax.scale(decay(data.round)))
 
 
 @contextlib.contextmanager
 def restarted() -> Iterator[list[optax.GradientTransformation]]:
-    """Collect the optimizers with a schedule of their own whose training is traced inside."""
+    """Yield a list that collects the optimizers with a schedule which are traced in the block."""
     found: list[optax.GradientTransformation] = []
     token = _RESTARTED.set(found)
     try:
@@ -460,7 +462,7 @@ def descend(
     Args:
         optimizer: Optimizer of the step.
         gradient_fn: Function from parameters to a batch's value and gradient.
-        carry: Parameters, the optimizer's state, and the sum of losses so far.
+        carry: Parameters, the optimizer's state, and the sum of values so far.
         mask: Trainable coordinates, or a function from parameters to them. None trains all.
         gradient: Change of the step's gradient, such as `jaxfl.local.sam.sam`.
 
@@ -486,7 +488,7 @@ def descend(
 
 
 def penalty_of(penalty: LossTerm | None, params: Params) -> Float[Array, ""]:
-    """Return the penalty, or 0 if there is none."""
+    """Return the value of the penalty at `params`, or 0 if there is no penalty."""
     return jnp.zeros(()) if penalty is None else penalty(params)
 
 

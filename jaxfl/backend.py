@@ -50,7 +50,7 @@ class Backend(NamedTuple):
     None stands for the batch.
     """
     compiler: Mapping[str, Any]
-    """Options of XLA."""
+    """Options of XLA for all programs, by name."""
     compiler_split: Mapping[str, Any]
     """Further options of XLA if a host is split into devices."""
 
@@ -187,7 +187,10 @@ def on_gpu() -> bool:
 
 
 def of_devices(devices: Sequence[jax.Device] | None) -> Backend:
-    """Return the choices for the platform of the first device, or for JAX's default platform."""
+    """Return the choices for the platform of the first device.
+
+    None or an empty sequence stands for JAX's default platform.
+    """
     return backend(devices[0].platform if devices else None)
 
 

@@ -39,7 +39,7 @@ _Log: TypeAlias = Callable[[list[EvaluationRow]], None]
 
 
 def check_callbacks(name: str, value: Any) -> tuple[Callback, ...]:
-    """Require a sequence of functions that take the rows and run when they are called."""
+    """Require a sequence of functions of the rows that run when called, and return a tuple."""
     if callable(value) or not is_listed(value):
         raise TypeError(
             f"{name} must be a sequence of functions, got {show(value)}. Give a list [f]."

@@ -56,7 +56,7 @@ _STOPPED = (-signal.SIGINT, 128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.S
 """Exit codes of a process that a signal to the launcher may have stopped."""
 
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
-"""Variable with the address at which process 0 listens."""
+"""Environment variable with the address at which process 0 listens."""
 
 
 class _Stop(NamedTuple):
@@ -484,7 +484,7 @@ def _join(
 
 
 def _end_after(launcher: int) -> None:
-    """Kill this process and its children once the launcher has ended."""
+    """Wait until the launcher's pipe ends, and then kill this process and its children."""
     os.read(launcher, 1)
     # The launcher made the group for this process, so the signal hits nobody else.
     os.killpg(0, signal.SIGKILL)

@@ -229,7 +229,7 @@ def is_taken(task: Task, name: str) -> bool:
 
 
 def _columns(name: str, *, headline: bool) -> set[str]:
-    """Return the names that a metric takes in a row."""
+    """Return the names that a metric takes in a row: its own, and those of its spreads."""
     names = {name, f"{name}_std", f"{name}_worst10"}
     if headline:
         names.add(f"{name}_examples")
@@ -676,7 +676,10 @@ def _margins(logits: Float[Array, "B K"]) -> Float[Array, "B K"]:
 def _rank_area(
     scores: Float[Array, "n"], true: Bool[Array, "n"], real: Bool[Array, "n"]
 ) -> Float[Array, ""]:
-    """Return the share of pairs that scores order, where a tie counts one half (Mann-Whitney)."""
+    """Return the share of pairs whose positive example has the larger score (Mann-Whitney).
+
+    A tie counts one half. Without a positive or a negative example, the result is NaN.
+    """
     positive = true & real
     negative = ~true & real
     count = jnp.sum(negative, dtype=jnp.int32)

@@ -16,7 +16,7 @@ from jaxfl.models.extended import extended
 from jaxfl.types import Algorithm, ClientData, Model, Number, Params, Tree
 
 _LOGITS_MAP = "logits_map"
-"""Name of the entry that a client's parameters have in addition to their layers."""
+"""Name of the entry of a client's parameters that holds its map, next to the layers."""
 
 _BLOCK = 128
 """Number of examples whose logits are computed at once."""

@@ -22,7 +22,7 @@ Mix: TypeAlias = Callable[[Array, Array, Array], Array]
 """Function from the weight of the own model, its outputs and the method's outputs to mixed ones."""
 
 _MIXTURE = "mixture"
-"""Name of the entry that a client's parameters have in addition to their layers."""
+"""Name of the entry of a client's parameters that holds its `Mixture`, next to the layers."""
 
 _INIT = 2**31 + 13
 """Number that derives the key of the own model's start from a client's key."""
@@ -139,7 +139,7 @@ def mixed(
             return own, algorithm.personalize(key, server, client, data)
 
         def leave_out(index: Int[Array, ""], carry: tuple) -> tuple:
-            """Train without the fold of this index. The last index, `folds`, leaves nothing out."""
+            """Train without fold `index`, and add the losses on it. The last index has no fold."""
             *_, losses = carry
             training, left_out = _divided(data, fold == index)
             own, shared = fit(training)
@@ -166,7 +166,7 @@ def mixed(
 
 
 def _folds(key: Key[Array, ""], data: ClientData, folds: int, *, by_class: bool) -> Int[Array, "N"]:
-    """Return the fold of each position: -1 for padding, and for the only example of a class."""
+    """Return each position's fold, below `folds`. Padding and a class's only example have -1."""
     positions = jnp.arange(data.padded)
     real = positions < data.size
     drawn = jax.random.uniform(key, positions.shape)

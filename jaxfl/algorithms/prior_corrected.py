@@ -18,7 +18,7 @@ from jaxfl.tasks import changed_logits
 from jaxfl.types import Algorithm, ClientData, Model, Number, Params, Tree
 
 _LOG_PRIOR = "log_prior"
-"""Name of the entry that a client's parameters have in addition to their layers."""
+"""Name of the entry of a client's parameters that holds its offset, next to the layers."""
 
 _NEVER = -1e30
 """Offset of a class that is ruled out.
@@ -34,7 +34,7 @@ _SUMS = (Mechanism, BandedNoise, BLTNoise, Extrapolated)
 
 
 class Counted(NamedTuple):
-    """State of the method's server, and sums of the shares of classes that rounds released."""
+    """State of the wrapped method's server, and sums of the released shares of classes."""
 
     method: Tree
     total: Float[Array, "K"]

@@ -18,7 +18,7 @@ from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, T
 
 
 class ScaffoldServer(NamedTuple):
-    """A server with a control variate."""
+    """Server state: parameters, the optimizer's state, and a control variate."""
 
     params: Params
     optimizer: Tree

@@ -249,7 +249,7 @@ def output_risk(model: Model, params: Params, inputs: Shaped[Array, "B ..."]) ->
 
 
 def _doubts(model: Model, params: Params, data: ClientData) -> Float[Array, "N"]:
-    """Return 1 - exp(-loss) of each row, which is 1 - p(y|x) for a classification."""
+    """Return 1 - exp(-loss) of each position, which is 1 - p(y|x) for a classification."""
     # Forward passes alone can take larger batches than derivatives.
     batch = min(data.padded, 64)
 
@@ -311,7 +311,10 @@ def _random_signs(key: Key[Array, ""], like: Params) -> Params:
 
 
 def _gradient(model: Model, params: Params, label: Array, axis: int) -> Callable[[Array], Params]:
-    """Return the loss's gradient by the parameters, as a function of one input."""
+    """Return the loss's gradient by the parameters, as a function of one prepared input.
+
+    The input has no batch axis. The function inserts it as `axis`.
+    """
 
     def gradient(x: Array) -> Params:
         def loss(p: Params) -> Array:

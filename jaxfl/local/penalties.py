@@ -48,7 +48,10 @@ def excess(params: Tree, center: Tree, bound: Number, penalty_weight: Number) ->
 
 
 def check_bound(clip: Number, name: str, penalty_weight: Number) -> None:
-    """Require a finite clip bound C for a penalty that compares a norm with it."""
+    """Require a finite clip bound C for a penalty that compares a norm with it.
+
+    A weight of 0 needs no bound. `name` is the weight's argument in the error message.
+    """
     if nonzero(penalty_weight) and not traced(clip) and math.isinf(clip):
         raise ValueError(
             f"clip must be finite with {name}={penalty_weight!r}, got clip={clip!r}. "

@@ -45,7 +45,7 @@ BatchLoss: TypeAlias = Callable[[Any, Array, Float[Array, "B"]], Float[Array, ""
 Apply: TypeAlias = Callable[[Params, Array, Key[Array, ""]], Any]
 """Function from parameters, a prepared batch, and a key for layers that draw, to outputs."""
 Decay: TypeAlias = Callable[[Any], Any]
-"""Function from the index of a round to a factor of its updates."""
+"""Function from the index of a round, from 0, to a factor of the round's updates."""
 GradientFn: TypeAlias = Callable[[Params], tuple[Float[Array, ""], Tree]]
 """Function from parameters to a value and its gradient."""
 

@@ -92,7 +92,7 @@ class Scores(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """Canaries of a round."""
+    """Draw of a round's canaries. A drawn canary takes part if it is in (`Scores.taken`)."""
 
     sampled: Bool[Array, "k"]
     """Whether the sampler draws each canary."""

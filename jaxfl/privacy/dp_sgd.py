@@ -200,7 +200,7 @@ class DPSGD:
 
     @property
     def dp_sgd(self) -> "DPSGD":
-        """Private steps of this training, which are itself."""
+        """This object itself, because its local steps are private."""
         return self
 
     @property
@@ -406,7 +406,10 @@ def noisy_gradient(
 def _clipped_one_by_one(
     losses_fn: Callable, prepare: Callable, params: Params, batch: tuple, bound: float
 ) -> tuple:
-    """Return the sums of losses and of clipped gradients, by per-example gradients."""
+    """Return a chunk's sums of losses and of clipped gradients, by one gradient per example.
+
+    Copies in the last chunk, and examples whose gradient is not finite, add nothing.
+    """
 
     def of_example(
         inputs: Array, label: Array, real: Array, key: Array
@@ -436,7 +439,7 @@ def _by_norms(
     batch: tuple,
     bound: float,
 ) -> tuple:
-    """Return the sums of losses and of clipped gradients, by gradient norms.
+    """Return the sums of `_clipped_one_by_one`, by gradient norms.
 
     The sum of clipped gradients is one gradient of the losses, weighted by clipping factors.
     """

@@ -15,7 +15,7 @@ from jaxfl.privacy.sampling import Sampling, coins
 
 
 def check_availability(name: str, value: Any) -> float | Float[np.ndarray, "C"]:
-    """Require one probability above 0 for all clients, or one for each client."""
+    """Require one probability in (0, 1] for all clients, or one for each client."""
     array = check_numbers(name, value, axes=(0, 1))
     if np.max(array) > 1:
         raise ValueError(

@@ -130,7 +130,10 @@ class Grid(Floats):
     def in_units(
         self, contribution: Tree, norm: Float[Array, ""], bound: Number, scale: Float[Array, ""]
     ) -> Tree:
-        """Return a contribution in whole steps, whose norm is within the bound."""
+        """Return a contribution in whole steps, whose norm is within the bound.
+
+        Raise an error if the grid is too coarse for its number of coordinates.
+        """
         self._check_resolution(sum(leaf.size for leaf in jax.tree.leaves(contribution)))
         return round_within(contribution, norm, scale, bound * scale)
 

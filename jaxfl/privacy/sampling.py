@@ -83,7 +83,7 @@ NEEDS = {
     "limits": "The server enforces the stated limits on how often and how soon a client returns.",
     "nothing": "The guarantee holds whoever takes part, also if cohorts are known.",
 }
-"""Needs of samplers, and what each one asks of a deployment."""
+"""Needs of samplers, by their keys: a sentence on what each asks of a deployment."""
 
 
 class Sampling:
@@ -278,7 +278,7 @@ class FixedSize(Sampling):
     def sample(
         self, key: Key[Array, "*S"], clients: int, index: Int[Array, ""] | int
     ) -> Bool[Array, "C"]:
-        """Draw the participants of a round."""
+        """Draw `size` of the clients, each set of them with the same probability."""
         del index
         return permutation(key, clients) < self.size
 

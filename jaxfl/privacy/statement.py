@@ -343,7 +343,7 @@ _MARKUP = r"([\\`*_\[\]<>|#~])"
 """Pattern of a character that Markdown would read as markup."""
 
 _ESCAPED = r"\\\1"
-"""Replacement of such a character."""
+"""Replacement of a match of `_MARKUP`: the same character behind a backslash."""
 
 
 class Line(NamedTuple):

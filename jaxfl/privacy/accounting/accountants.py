@@ -61,7 +61,7 @@ from jaxfl._support.lazy import dp_accounting
 from jaxfl.privacy.accounting.observers import View
 
 Accountant = Literal["pld", "rdp"]
-"""Privacy loss distributions, or Rényi divergences."""
+"""Way of computing an epsilon: by privacy loss distributions, or by Rényi divergences."""
 Levels = tuple[tuple[float, int], ...]
 """Distinct finite multipliers, and how often each of them occurs."""
 
@@ -88,7 +88,7 @@ _PLAIN_ORDERS = (1 + np.geomspace(0.01, 1e5, 256)).tolist()
 """Rényi orders without sampling, which has a closed form at every order."""
 
 _WHOLE_ORDERS = np.unique(np.rint(np.geomspace(2, 1e5, 256))).astype(int).tolist()
-"""Rényi orders of Skellam noise, whose theorem holds for whole ones."""
+"""Rényi orders of Skellam noise, whose theorem holds for whole orders only."""
 
 _MOST_TOTALS = 256
 """Most distinct totals of unsampled rounds. Each costs about 1 ms."""

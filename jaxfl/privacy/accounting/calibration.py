@@ -24,10 +24,10 @@ from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Full, Poisson, Sampling, limited
 
 _LEAST_BUDGET = 1e-8
-"""Smallest epsilon that noise is sought for."""
+"""Smallest epsilon for which noise can be calibrated."""
 
 _MOST_BUDGET = 1e5
-"""Largest epsilon that noise is sought for."""
+"""Largest epsilon for which noise can be calibrated."""
 
 
 def check_budget(name: str, value: Any) -> float:

@@ -50,7 +50,7 @@ without amplification, whoever takes part. "banded" is banded noise under cyclic
 """
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
-"""All kinds."""
+"""All kinds of mechanisms, in the order of `Kind`."""
 
 _CYCLES = (2, 4, 8, 16, 32, 64)
 """Numbers of groups that `plan` tries, which are the rounds of a cycle."""
@@ -279,7 +279,7 @@ def plan(
         return needed_noise(exposed(mechanism), epsilon, delta, "pld")
 
     def beaten(mechanism: Mechanism, least: float) -> bool:
-        """Return whether noise of the least error so far is too little for the budget."""
+        """Return whether the mechanism exceeds the budget with noise that gives error `least`."""
         if epsilon is None:
             return False
         enough = exposed(mechanism).scaled(least / error(mechanism, 1.0))
@@ -500,7 +500,10 @@ def _error(candidate: Plan) -> float:
 
 
 def _largest(within: Callable[[int], bool], most: int) -> int:
-    """Return the largest number up to `most` that meets a monotone condition, or 0 if none does."""
+    """Return the largest number up to `most` for which `within` is true, or 0 if there is none.
+
+    `within` must be true up to some number, and false beyond it.
+    """
     high = 1
     while high < most and within(high):
         high = min(2 * high, most)

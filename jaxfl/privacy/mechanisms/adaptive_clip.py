@@ -126,7 +126,10 @@ class AdaptiveClip(Mechanism):
     def aggregate(
         self, key: Key[Array, "*S"], memory: ClipState, cohort: Cohort, total: Total, mesh: Mesh
     ) -> tuple[Tree, Float[Array, ""], ClipState]:
-        """Return the noisy mean update, the std of the noise, and the next bound."""
+        """Return the noisy mean update, the std of the noise over the joint bound, and the memory.
+
+        The memory has the next round's bound.
+        """
         noisy, std, _ = super().aggregate(key, memory, cohort, total, mesh)
         below = noisy["bit"] / (memory.scale * memory.clip) + 0.5
         moved = memory.clip * jnp.exp(-self.rate * (below - self.quantile))

@@ -88,7 +88,7 @@ class Cohort(NamedTuple):
 
 
 class Participant(NamedTuple):
-    """Participant, as the mechanism sees it."""
+    """Participant of a round, for `Mechanism.contribute`."""
 
     client_id: Int[Array, ""]
     """Index of the client among all clients."""
@@ -524,7 +524,10 @@ def round_numbers(mechanism: Mechanism, clients: int, index: Int[Array, ""]) -> 
 
 
 def topped_up(ledger: Ledger) -> Ledger:
-    """Return the ledger with the noise that the server adds to its participants' noise."""
+    """Return the ledger with the `server_noise` that tops the participants' noise up.
+
+    The total then reaches `noise_multiplier` times the largest weight, or exceeds it without help.
+    """
     added = (np.asarray(ledger.client_noise) * ledger.weights) ** 2
     present = brought(ledger.participants, added)
     floor = np.asarray(ledger.noise_multiplier) * ledger.weights.max(axis=1)
@@ -557,7 +560,7 @@ def noise_share(noise_multiplier: Any, sampling: Sampling, clients: int) -> Any:
 
 
 def check_clip(name: str, value: Number) -> None:
-    """Require a clip bound that single precision can square."""
+    """Require a clip bound that single precision can square, or infinity."""
     if not traced(value) and not _LEAST_CLIP <= value <= _LARGE and not math.isinf(value):
         raise ValueError(
             f"{name} must be from {_LEAST_CLIP:g} to {_LARGE:.3g}, because float32 squares it, "

@@ -51,7 +51,7 @@ class Shares(NamedTuple):
     thresholds: UInt32[Array, "3 n"]
     """Distribution of a share (`skellam_thresholds`)."""
     least: Float[Array, ""]
-    """Number of shares on which the noise counts."""
+    """n, the number of shares whose sum has the planned noise."""
 
 
 @checked(
@@ -191,7 +191,7 @@ class Skellam(Mechanism):
     ) -> Tree:
         """Return the update with a client's share of noise, as an attacker on uploads sees it.
 
-        The share has the size of the last round's.
+        A step has the length of a step in the last round.
         """
         level = jnp.asarray(self.noise_multiplier_table, jnp.float32)[-1]
         step = level * self.contribution_bound(memory) / self.steps

@@ -278,7 +278,7 @@ class FixedSize(Sampling):
     def sample(
         self, key: Key[Array, "*S"], clients: int, index: Int[Array, ""] | int
     ) -> Bool[Array, "C"]:
-        """Draw `size` of the clients, each set of them with the same probability."""
+        """Draw `size` clients, uniformly without replacement."""
         del index
         return permutation(key, clients) < self.size
 

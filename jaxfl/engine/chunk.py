@@ -25,14 +25,14 @@ T = TypeVar("T")
 _LOG = logging.getLogger("jaxfl")
 
 _REMEMBERED: dict[str, dict[str, Any]] = {}
-"""Choices of this process, by the hash of what they depend on."""
+"""Chunks that this process chose or read, by the hash of shapes, devices and facts."""
 
 
 class Program(NamedTuple):
-    """Rounds that are compiled for one chunk."""
+    """Compiled program of rounds for one chunk."""
 
     step: Callable[..., tuple]
-    """Function of the arguments that it was compiled for. It donates some of the last two."""
+    """Function of the arguments that it was compiled for. It may donate the last two."""
     chunk: int
     memory: float
     """Bytes of temporary arrays on each device, per client vectorised at a time."""
@@ -46,7 +46,7 @@ Build = Callable[[int], functools.partial]
 
 
 def compile_chunk(build: Build, chunk: int, arguments: tuple) -> Program:
-    """Compile the program of a chunk for the arguments of a call."""
+    """Return the compiled program of a chunk for the shapes of a call's arguments."""
     step = build(chunk)
     program: Any = step.func
     inputs = (step.args, arguments, step.keywords)
@@ -68,7 +68,7 @@ def choose(
     mesh: Mesh,
     facts: tuple[str, ...],
 ) -> Program:
-    """Return the program of the given chunk (see `fitting`), or of the fastest (see `fastest`)."""
+    """Return the program of the given chunk by `fitting`, or for "auto" that of `fastest`."""
     if chunk == "auto":
         return fastest(build, most, arguments, mesh, facts)
     return fitting(build, chunk, arguments)
@@ -110,7 +110,7 @@ def fastest(
 
     Args:
         build: Function that makes the program of a chunk.
-        most: Largest useful chunk.
+        most: Largest useful chunk. The first candidate may exceed it.
         arguments: Arguments of a call for one round.
         mesh: The devices.
         facts: Everything else that the choice depends on, except batches and local steps.
@@ -174,7 +174,10 @@ def fastest(
 
 
 def _tried(build: Build, chunk: int, arguments: tuple, calls: int) -> tuple[Program, float]:
-    """Return a program, and the seconds of its last call on copies of the state."""
+    """Return a program, and the seconds of the last of `calls` calls on copies of the state.
+
+    Without calls the seconds are 0.
+    """
     program = compile_chunk(build, chunk, arguments)
     seconds = 0.0
     for _ in range(calls):
@@ -186,7 +189,7 @@ def _tried(build: Build, chunk: int, arguments: tuple, calls: int) -> tuple[Prog
 
 
 def halved(work: Callable[[int], T], chunk: int) -> tuple[T, int]:
-    """Return the result of `work` and its chunk, which is halved until the work fits in memory."""
+    """Return the result of `work(chunk)` and the chunk, which is halved until memory suffices."""
     while True:
         found = attempt(functools.partial(work, chunk), chunk)
         if found is not None:
@@ -195,7 +198,7 @@ def halved(work: Callable[[int], T], chunk: int) -> tuple[T, int]:
 
 
 def half(chunk: int) -> int:
-    """Halve a chunk that does not fit, and log a warning."""
+    """Return half of a chunk that does not fit in memory, rounded down, and log a warning."""
     smaller = chunk // 2
     _LOG.warning(
         "chunk=%d does not fit the device's memory: continuing with chunk=%d", chunk, smaller
@@ -255,7 +258,7 @@ def _remember_chunk(name: str, choice: dict[str, Any]) -> None:
 
 
 def _recall_chunk(name: str) -> int | None:
-    """Return the cached chunk, or None if there is none or its file is not readable."""
+    """Return the cached chunk, or None if there is none or its file cannot be read."""
     if name not in _REMEMBERED:
         try:
             choice = json.loads(read(cache_folder() / f"chunk-{name}.json"))

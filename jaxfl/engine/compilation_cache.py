@@ -22,7 +22,7 @@ from jaxfl._support import files
 _LOG = logging.getLogger("jaxfl")
 
 _MOST_BYTES = 2**30
-"""Bytes of programs that remain in the cache when a process ends."""
+"""Largest number of bytes of programs that remain in the cache when a process ends."""
 
 _MARKER = ".jaxfl"
 """Name of the file that marks a folder as made by `claim`.
@@ -47,7 +47,8 @@ JAX makes the cache's folder after this event.
 def enable() -> None:
     """Let JAX cache every program that it compiles, if the system has a folder for the cache.
 
-    Nothing is written before the first program is compiled.
+    Nothing changes if JAX has a cache already, or if `JAXFL_COMPILATION_CACHE` is 0. Nothing is
+    written before the first program is compiled.
     """
     if (
         jax.config.values["jax_compilation_cache_dir"] is not None
@@ -84,9 +85,9 @@ def enable() -> None:
 
 
 def claim(folder: Path) -> None:
-    """Make the folder and mark it.
+    """Make the folder, and mark it as one from which `trim` may remove programs.
 
-    A symbolic link, or a folder that already has files, stays unmarked.
+    A symbolic link, or a folder that already has files, gets no mark.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if not folder.is_symlink() and not os.listdir(folder):
@@ -132,7 +133,7 @@ def _cached_files(folder: Path) -> Iterator[tuple[float, int, str]]:
 
 
 def _processor() -> str:
-    """Return a name for the processors that can run the same programs.
+    """Return a name of 16 hexadecimal digits for the processors that can run the same programs.
 
     JAX's own key of a program does not include the processor.
     """

@@ -22,7 +22,7 @@ from jaxfl.tasks import Metric, average
 from jaxfl.types import Algorithm, Clients, Model, Params, Tree
 
 _EVALUATION_BATCH = 64
-"""Largest number of examples per forward pass."""
+"""Largest number of test examples of a client in one forward pass."""
 
 
 PerClient: TypeAlias = dict[str, Any]
@@ -123,9 +123,14 @@ def _client(
 def _scores(
     model: Model, params: Params, clients: Clients, slot: Int[Array, ""], capacity: int
 ) -> PerClient:
-    """Return the scores of some parameters on a client's test examples.
+    """Return the loss and metrics of some parameters on a client's test examples, by name.
 
-    The client has at most `capacity` test examples.
+    Args:
+        model: The model, whose task has the loss and the metrics.
+        params: Parameters of the model.
+        clients: The clients on the device.
+        slot: Position of the client among them.
+        capacity: Number of test positions, at least the client's number of test examples.
     """
     metrics = {"loss": average(model.task.loss), **model.task.metrics}
     size = clients.test_size[slot]

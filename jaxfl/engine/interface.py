@@ -34,17 +34,17 @@ class Engine(Protocol):
         ...
 
     def begin(self, chunk: int | Literal["auto"]) -> None:
-        """Return to the first state, and set the chunk for the next compilation."""
+        """Return to the state before round 0, and set the chunk for the next compilation."""
         ...
 
     def record(self) -> Records:
-        """Return the shapes of the records of one round of one run."""
+        """Return the shapes of the records of one round of one run, without leading axes."""
         ...
 
     def programs(self, key: Key[Array, "*P"]) -> dict[str, list[Any]]:
-        """Return the traced programs of rounds, and of an evaluation with this key.
+        """Return the jaxprs of "round", and of "evaluation" with this key, as lists by name.
 
-        The programs take as few clients at a time as possible, and one point of a sweep.
+        The programs have a chunk of 1, and run the points of a sweep one after the other.
         """
         ...
 
@@ -64,21 +64,26 @@ class Engine(Protocol):
         ...
 
     def evaluate(self, key: Key[Array, "*P"], last: int) -> PerClient:
-        """Return the scores of all clients after round `last`, on the host."""
+        """Return the scores of all clients on the host, with a leading axis P for points.
+
+        Args:
+            key: Key of the evaluation, or of each point.
+            last: Index of the last round, from 0.
+        """
         ...
 
     def saved(self) -> dict[str, Tree]:
-        """Return the state that a checkpoint stores."""
+        """Return the state that a checkpoint stores, with the names "center" and "states"."""
         ...
 
     def save(self, write: Callable[[], Any]) -> None:
-        """Let `write` write a checkpoint, after everything that the checkpoint refers to."""
+        """Call `write`, which writes a checkpoint, after the files that the checkpoint needs."""
         ...
 
     def restore(self, saved: dict[str, Tree]) -> None:
-        """Resume from the state that a checkpoint stored."""
+        """Replace the present state by one that `saved` returned."""
         ...
 
     def all_states(self) -> Tree:
-        """Return the client states [C, ...] as host arrays."""
+        """Return the client states [C, ...] as host arrays, with a leading axis P for points."""
         ...

@@ -28,9 +28,9 @@ T = TypeVar("T")
 M = TypeVar("M", Algorithm, Points)
 
 _MOST_PROGRAMS = 40
-"""Number of programs that are cached, the most recent ones.
+"""Number of values that are cached, the most recently used ones.
 
-A run has about six programs. Small ones take ten megabytes each.
+A run has about six programs. Small programs take ten megabytes each.
 """
 
 _FIXED_PACKAGES = frozenset(
@@ -40,16 +40,19 @@ _FIXED_PACKAGES = frozenset(
         *("flax", "jax", "jaxfl", "jaxlib", "jaxtyping", "numpy", "optax"),
     ]
 )
-"""Packages whose functions and classes do not change while a program runs."""
+"""Top-level packages whose functions and classes do not change during a process."""
 
 _OTHER_WAYS = frozenset({"__import__", "eval", "exec", "getattr", "globals", "locals", "vars"})
-"""Ways in which code reads what its names do not show."""
+"""Functions by which code may read globals that its names do not show."""
 
 _DECORATED = (type(jax.jit(len)), jax.custom_jvp, jax.custom_vjp, type(functools.cache(len)))
-"""Classes of functions that a decorator made of others."""
+"""Classes of the functions that decorators return."""
 
 _LARGEST_COMPARED = 2**24
-"""Bytes of the largest array that is compared by its numbers."""
+"""Bytes of the largest NumPy array that is compared by its numbers.
+
+A value with a larger array is compared by identity.
+"""
 
 _EMPTY = object()
 """Stand-in for the content of a variable that is not set yet."""
@@ -59,9 +62,9 @@ _LOCK = threading.Lock()
 
 
 class Same:
-    """Objects that are compared by identity.
+    """Key of objects that are compared by identity, one by one.
 
-    They are kept alive, so that no other object gets their identity.
+    The key keeps the objects alive, so that no other object gets their identity.
     """
 
     def __init__(self, *parts: Any) -> None:
@@ -115,7 +118,8 @@ def clear_caches() -> None:
 def key_of_method(method: Algorithm | Points) -> Hashable:
     """Return a key that is equal for methods which were built from equal arguments.
 
-    The keys of points are equal if their values are equal too.
+    The keys of two `Points` are equal if their values and batches are equal too. A builder that may
+    change gives a new key for each sweep.
     """
     if not isinstance(method, Points):
         return key_of_value(tuple(method))
@@ -128,7 +132,10 @@ def key_of_method(method: Algorithm | Points) -> Hashable:
 
 
 def first_made(method: M) -> M:
-    """Return the first of all methods with this key, whose functions JAX has traced already."""
+    """Return the first method with the same `key_of_method`, whose functions JAX may have traced.
+
+    It is the given method if the cache has no equal one.
+    """
     key = key_of_method(method)
     first = remembered(("method", key), lambda: method)
     if first is not method and key_of_method(first) != key:
@@ -174,7 +181,7 @@ def _key_of_part(value: Any, seen: dict[int, int]) -> Hashable:
 
     Args:
         value: The value, or a part of it.
-        seen: Positions of the functions met so far, by `id`.
+        seen: Positions of the functions found so far, by `id`. New functions are added.
 
     Raises:
         _MayChangeError: The value holds something that may change.
@@ -218,10 +225,13 @@ def _key_of_part(value: Any, seen: dict[int, int]) -> Hashable:
 
 
 def _contents(function: types.FunctionType) -> tuple:
-    """Return what decides a function's results, besides its code.
+    """Return a function's defaults, attributes and closure, and the globals that it reads.
 
     One code object makes all functions of one `def`. They differ in their defaults and closures.
-    Globals of the user's own modules may be set anew between two runs.
+    Globals count only in the user's own modules, which may set them anew between two runs.
+
+    Raises:
+        _MayChangeError: A function of the user's own module reads globals by other ways.
     """
     cells = tuple(map(_content, function.__closure__ or ()))
     contents = (function.__defaults__, function.__kwdefaults__, function.__dict__, cells)
@@ -236,9 +246,9 @@ def _contents(function: types.FunctionType) -> tuple:
 
 
 def _names_read(code: types.CodeType) -> set[str]:
-    """Return the names that a function's code reads, with those of the functions inside.
+    """Return the names that a function's code reads, with the names in functions inside it.
 
-    An import is among them as `__import__`.
+    An import adds the name `__import__`.
     """
     inner = [part for part in code.co_consts if isinstance(part, types.CodeType)]
     imports = any(step.opname == "IMPORT_NAME" for step in dis.get_instructions(code))
@@ -261,7 +271,7 @@ def _is_of_library(value: Any) -> bool:
 
 
 def _is_frozen(value: Any) -> bool:
-    """Return whether an object's fields determine it: a frozen dataclass, or a Flax module."""
+    """Return whether an object's fields determine it: a frozen dataclass or unbound Flax module."""
     if isinstance(value, nn.Module):
         return value.scope is None
     if isinstance(value, type) or not dataclasses.is_dataclass(value):
@@ -281,7 +291,10 @@ def _never_changes(value: Any) -> bool:
 
 
 def described(population: Population) -> Population:
-    """Return the population with descriptions instead of arrays, so that it can be a key."""
+    """Return the population with shapes, dtypes and shardings in place of its clients' arrays.
+
+    It has no frozen weights. Such a population can be a part of a key.
+    """
     return population._replace(clients=jax.tree.map(_described, population.clients), frozen=())
 
 

@@ -23,18 +23,19 @@ _MOST_CAPACITIES = 4
 """Largest number of capacities of a population. Each of them takes time to compile."""
 
 _OVERHEAD = 256
-"""Cost of the start of a client, in positions of padding."""
+"""Cost of starting one client, as a number of padding positions that cost as much."""
 
 _WORK = 4
-"""Cost of training on one example, in positions of padding. This is a lower estimate."""
+"""Least cost of training on one example, as a number of padding positions that cost as much."""
 
 
 class Population(NamedTuple):
-    """Clients on a mesh of devices, and what their programs depend on."""
+    """Clients on a mesh of devices, and the facts that their programs depend on."""
 
     clients: Clients
+    """The clients, with any padding clients that give each device equally many."""
     num_clients: int
-    """Number of clients, without the padding that gives each device equally many."""
+    """Number of clients without padding."""
     mesh: Mesh
     layout: P | Clients = P("clients")
     """Sharding of `clients`. Each device holds its own clients' examples, or all examples."""
@@ -52,14 +53,17 @@ class Population(NamedTuple):
 
     @property
     def num_slots(self) -> int:
-        """Number of clients, with the padding that gives each device equally many."""
+        """Number of clients with the padding clients of `clients`."""
         return self.clients.num_clients
 
 
 def mesh_of(clients: Clients, devices: list[jax.Device] | None) -> Mesh:
     """Return a mesh with one axis `clients`, on at most as many devices as there are clients.
 
-    The devices are ordered by process. None stands for all devices of the default backend.
+    Args:
+        clients: The clients, of whom only the number is read.
+        devices: Devices of the mesh, which orders them by process. None stands for all devices of
+            the default backend.
     """
     ordered = sorted(devices or jax.devices(), key=lambda device: device.process_index)
     return Mesh(np.array(ordered[: max(1, clients.num_clients)]), ("clients",))
@@ -155,13 +159,13 @@ def capacities_of(sizes: Int[np.ndarray, "C"]) -> tuple[int, ...]:
 
 
 def in_rows(clients: Clients) -> Clients:
-    """Return the clients with their inputs as devices hold them (see `jaxfl.types.Rows`)."""
+    """Return the clients with their inputs packed as `jaxfl.types.Rows`, as devices hold them."""
     placed: Any = Rows.of(clients.inputs)
     return clients._replace(inputs=placed)
 
 
 def everywhere(mesh: Mesh, tree: Tree) -> Tree:
-    """Put the same arrays on all devices of a mesh."""
+    """Return the arrays, replicated on all devices of a mesh."""
     sharding = NamedSharding(mesh, P())
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
@@ -181,6 +185,11 @@ def by_capacity(
 
     The largest of several vectorised clients decides. If the index differed by client, XLA would
     compute all branches.
+
+    Args:
+        capacities: Capacities in ascending order (see `capacities_of`).
+        size: Number of the client's examples.
+        work: Function of a capacity. Its results have the same shapes for all capacities.
     """
     if len(capacities) == 1:
         return work(capacities[0])
@@ -198,7 +207,7 @@ def data_of(
     index: Int[Array, ""] | int = 0,
     size: Int[Array, ""] | int | None = None,
 ) -> ClientData:
-    """Return the data that one client sees in a round.
+    """Return the `ClientData` of one client in a round.
 
     Args:
         clients: The clients on the devices.
@@ -206,9 +215,9 @@ def data_of(
         client_id: Index of the client among all clients.
         capacity: Number of positions of its data, at least its size.
         noise: Noise of its private local steps. None stands for no such steps.
-        index: Index of the round.
-        size: Number of the client's training examples. It is a constant if all clients have equally
-            many (`Population.size`), whereas vectorised clients have a size each. None reads it.
+        index: Index of the round, from 0.
+        size: Number of the client's training examples. A constant (`Population.size`) gives
+            vectorised clients one loop length. None reads the number from `clients`.
     """
     own = clients.train_size[slot] if size is None else jnp.int32(size)
     rows = clients.train

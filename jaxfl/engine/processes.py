@@ -13,7 +13,7 @@ from jax._src import distributed
 from jax.experimental import multihost_utils
 
 _PATIENCE_SECONDS = 1800
-"""Seconds that processes wait for each other."""
+"""Seconds after which `agree` fails because a process has not made the call."""
 
 _MEETINGS = itertools.count()
 """Numbers of the calls of `agree`, which are the same in all processes."""
@@ -52,7 +52,7 @@ def maximum(*values: float | int) -> list[float | int]:
 
 
 def of_first(array: np.ndarray) -> np.ndarray:
-    """Return the array of process 0 in all processes."""
+    """Return the array that process 0 passes, in all processes. All arrays have one shape."""
     if jax.process_count() == 1:
         return array
     return np.asarray(multihost_utils.broadcast_one_to_all(array))

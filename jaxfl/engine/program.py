@@ -25,7 +25,7 @@ _MEMORY = 2**31 + 1
 """Round index reserved for the mechanism's initial memory. It lies above every real round."""
 
 _QUICK = {"xla_backend_optimization_level": 0}
-"""Compiler options of programs that run once. Better code would take more time than it saves."""
+"""Compiler options of programs that run once, for which optimising takes more than it saves."""
 
 _NOT_KNOWN = (
     jax.errors.ConcretizationTypeError,
@@ -43,7 +43,7 @@ class Points(NamedTuple):
     values: dict[str, Float[np.ndarray, "P"]]
     """Values of all P points, by the argument's name."""
     batch: int | None = None
-    """Number of points vectorised at a time. None runs one after the other, as plain code."""
+    """Number of points vectorised at a time. None runs one after the other, unvectorised."""
 
 
 def initialize(
@@ -66,7 +66,10 @@ def initialize(
 def compile_init(
     algorithm: Algorithm | Points, population: Population
 ) -> Callable[[Any, Any], tuple[Center, States]]:
-    """Return the program of `initialize`, which reads no arrays of the population."""
+    """Return the program `(key, memory_key) -> (center, states)` of `initialize`.
+
+    It reads only shapes of the population, and no arrays.
+    """
     init = over_points(functools.partial(first_states, population=population), algorithm)
     shardings = _shardings(algorithm, population)
     return jax.jit(init, out_shardings=shardings, compiler_options=_QUICK)
@@ -77,8 +80,8 @@ def compile_states(
 ) -> Callable[[Any, Any], States]:
     """Return the program `(key, states) -> States` that puts client states on their devices.
 
-    It takes the given states [C, ...]. If `states` is None, it takes those that `init` makes with
-    the key.
+    It places the given states [C, ...]. If `states` is None, it places the states that `init` makes
+    with the key. For `Points`, both arguments have a leading axis P.
     """
 
     def placed(algorithm: Algorithm, key: Key[Array, ""], states: Tree) -> States:
@@ -91,7 +94,7 @@ def compile_states(
 
 
 def _padded_states(states: Tree, population: Population) -> Tree:
-    """Return client states [C, ...] with padding, so that each device has equally many rows."""
+    """Return client states [C, ...] padded to `num_slots` rows by copies of the last row."""
     extra = population.num_slots - population.num_clients
     if not extra:
         return states
@@ -146,7 +149,8 @@ def _shardings(
 def over_points(work: Callable[..., Tree], algorithm: Algorithm | Points) -> Callable[..., Tree]:
     """Return `work(algorithm, *arguments)` as a function of the arguments alone.
 
-    For `Points`, the arguments and the result have a leading axis P.
+    For `Points`, the arguments and the result have a leading axis P. The function then raises a
+    ValueError if a value decides a shape or a Python branch.
     """
     if isinstance(algorithm, Algorithm):
         return functools.partial(work, algorithm)
@@ -226,7 +230,7 @@ def compile_rounds(
 def compile_for(
     algorithm: Algorithm | Points, population: Population, work: Callable[..., Tree], **options: Any
 ) -> functools.partial:
-    """Return `jax.jit(work)` for the population's devices, with its frozen weights as an argument.
+    """Return `jax.jit(work)` for the population's devices, with frozen weights bound as `frozen`.
 
     Args:
         algorithm: One algorithm, or the points of a sweep.

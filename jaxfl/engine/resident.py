@@ -147,8 +147,9 @@ class Resident(Engine):
     def all_states(self) -> Tree:
         """Return the client states [C, ...] as host arrays.
 
-        Unpacked on the devices, they may not fit next to the packed ones. With several processes
-        they stay on the devices, and include the rows that pad the mesh.
+        The host unpacks them, because packed and unpacked states together may not fit on the
+        devices. With several processes they stay on the devices, and include the rows that pad the
+        mesh.
         """
         if jax.process_count() > 1:
             return jax.jit(States.tree)(self.states)
@@ -158,15 +159,15 @@ class Resident(Engine):
         return jax.tree.map(lambda leaf: leaf[real], jax.device_get(self.states)).tree()
 
     def _arguments(self, start: int, count: int) -> tuple:
-        """Return the arguments of a call.
+        """Return the arguments of `count` rounds from round `start` (see `compile_rounds`).
 
-        The numbers are on all devices already, so that the call transfers nothing.
+        All of them are on the devices already, so that the call transfers nothing.
         """
         numbers = everywhere(self.population.mesh, (np.int32(start), np.int32(count)))
         return self.keys, *numbers, self.center, self.states
 
     def _evaluation_arguments(self, key: Key[Array, "*P"], last: int) -> tuple:
-        """Return the arguments of an evaluation after round `last`."""
+        """Return the arguments of an evaluation after round `last` (see `compile_evaluation`)."""
         return key, self.center.server, self.states, np.int32(last)
 
 
@@ -174,6 +175,8 @@ def cached_program(
     key: tuple[Hashable, ...], make: Callable[[int], functools.partial], population: Population
 ) -> Callable[[int], functools.partial]:
     """Return a function from a chunk to its cached program, with the population's arrays.
+
+    The program is a partial function, whose first argument is the population's clients.
 
     Args:
         key: Everything that the program depends on, except the chunk.

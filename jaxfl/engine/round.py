@@ -48,7 +48,7 @@ class Keys(NamedTuple):
     """Stream of all noise, and of the batches of private local steps."""
 
     def at(self, index: Int[Array, ""]) -> "Keys":
-        """Return the streams of one round."""
+        """Return the streams of the round with this index."""
         return Keys(*(derive(key, index) for key in self))
 
 
@@ -58,11 +58,11 @@ class Center(NamedTuple):
     server: Tree
     memory: Tree
     scores: Tree = ()
-    """Memory of an audit."""
+    """Scores of the canaries of an audit so far, or () without an audit."""
 
 
 class Records(NamedTuple):
-    """Report of a segment of T rounds."""
+    """Numbers that the engine records in each of T rounds, or in one round without the axis T."""
 
     ledger: Ledger
     info: dict[str, Float[Any, "T"]]
@@ -70,24 +70,25 @@ class Records(NamedTuple):
     nonfinite: Int[Any, "T"]
     """Numbers of participants whose updates are dropped because they are not finite."""
     server_finite: Bool[Any, "T"]
-    """Whether all numbers of the server's state are finite."""
+    """Whether all numbers of the server's state are finite after the round."""
 
 
 class _Slots(NamedTuple):
-    """Values of each client in memory, sharded like the clients."""
+    """A round's values of each client in memory, sharded like the clients."""
 
     ids: Int[Array, "S"]
     """Index of the client among all clients."""
     sampled: Bool[Array, "S"]
+    """Whether the client takes part in the round."""
     rank: Int[Array, "S"]
-    """Position among the participants, which are ordered by index."""
+    """Position among the round's participants, which are ordered by index."""
     weights: Float[Array, "S"]
     scale: Float[Array, "S"]
-    """The weight over the unit of the sums."""
+    """The client's weight, divided by the unit of the sums (`Mechanism.unit`)."""
     noise: Float[Array, "S"]
-    """Noise that the client adds."""
+    """Std of the noise that the client adds, divided by the clip bound."""
     example_noise: Float[Array, "S"]
-    """Noise of the client's private local steps."""
+    """Noise multiplier of the client's private local steps, or 0 without these."""
 
 
 class Sums(NamedTuple):
@@ -99,6 +100,7 @@ class Sums(NamedTuple):
     contributions: Total
     """Sums for the mechanism."""
     info: dict[str, Float[Array, ""]]
+    """Sum of each info over the participants whose infos count."""
     informing: Float[Array, ""]
     """Number of participants whose infos count: their updates and states are finite."""
     participants: Float[Array, ""]
@@ -106,7 +108,7 @@ class Sums(NamedTuple):
 
 
 def all_keys(key: Key[Array, "*P"]) -> Keys:
-    """Return one key for all streams. Their draws differ, because their purposes do."""
+    """Return streams with one key, whose draws differ because keys are derived by purpose."""
     return Keys(key, key, key)
 
 
@@ -119,7 +121,19 @@ def one_round(
     center: Center,
     states: States,
 ) -> tuple[Center, States, Records]:
-    """Run a round whose clients are all in memory. The keys are those of the run."""
+    """Return the center, the client states and the records after a round.
+
+    All clients are in memory.
+
+    Args:
+        algorithm: The method that runs.
+        population: All clients.
+        chunk: Number of clients vectorised at a time on each device.
+        keys: The streams of the run.
+        index: Index of the round.
+        center: The shared state before the round.
+        states: States of all clients before the round.
+    """
     # A sampler may draw once for several rounds, so `draw` gets the keys of the run.
     cohort = draw(algorithm, population.num_clients, keys, index, center)
     keys = keys.at(index)
@@ -134,7 +148,7 @@ def one_round(
 def draw(
     algorithm: Algorithm, count: int, keys: Keys, index: Int[Array, ""], center: Center
 ) -> Cohort:
-    """Draw the cohort of a round from all `count` clients. The keys are those of the run."""
+    """Draw the cohort of round `index` from all `count` clients, by the streams of the run."""
     mechanism = algorithm.mechanism
     cohort = mechanism.draw(keys.cohort, center.memory, index, count)
     if algorithm.audit is None:
@@ -200,7 +214,18 @@ def finish_round(
 ) -> tuple[Center, Records]:
     """Add up the devices' sums, aggregate them, and take the server's step.
 
-    The mechanism's aggregate includes its noise and its division.
+    The mechanism's aggregate includes its noise and the division by the denominator.
+
+    Args:
+        algorithm: The method that runs.
+        mesh: The devices.
+        keys: The streams of the round.
+        cohort: The cohort of the round.
+        total: The devices' sums over all participants.
+        center: The shared state before the round.
+
+    Returns:
+        The shared state after the round, and the round's records.
     """
     mechanism = algorithm.mechanism
     numbers = cohort.numbers
@@ -241,9 +266,9 @@ def finish_round(
 
 
 def _example_noise(algorithm: Algorithm) -> Float[Array, "#C"]:
-    """Return the noise multiplier of private local steps, of each client or one for all.
+    """Return the noise multiplier of private local steps, [C] or one for all clients [1].
 
-    It is 0 without such steps.
+    It is 0 for a method without private local steps.
     """
     if algorithm.dp_sgd is None:
         return jnp.zeros(1)
@@ -251,7 +276,7 @@ def _example_noise(algorithm: Algorithm) -> Float[Array, "#C"]:
 
 
 def _slots(algorithm: Algorithm, cohort: Cohort, ids: Int[Array, "S"], center: Center) -> _Slots:
-    """Return a round's values at these clients. Padding never takes part."""
+    """Return a round's values of the clients `ids`. Padding (ids >= C) never takes part."""
 
     def at(values: Array) -> Array:
         # A single value is the same for all clients.
@@ -284,7 +309,7 @@ def _cohort(
     states: States,
     population: Population,
 ) -> tuple[Sums, States]:
-    """Add one device's participants to its sums, `chunk` at a time.
+    """Add one device's participants to its sums, `chunk` at a time, and return its client states.
 
     The population's clients are those on the device. The length of the loop follows the number of
     participants.
@@ -380,7 +405,10 @@ def _participant(
     states: States,
     population: Population,
 ) -> tuple[Sums, Tree]:
-    """Return one client's share of the sums, and its new state. Padding contributes zero."""
+    """Return one client's share of the sums, and its new state. Padding contributes zero.
+
+    A client whose update is dropped contributes only its noise, and keeps its old state.
+    """
     mechanism = algorithm.mechanism
     server, memory, _ = center
     real = slot < slots.ids.shape[0]
@@ -474,7 +502,7 @@ def _check_private_steps(algorithm: Algorithm, client: core.Jaxpr) -> None:
 
 
 def _check_names(algorithm: Algorithm, info: dict[str, Array]) -> None:
-    """Require that the names of a client's info are not names of the engine."""
+    """Require that a client's info has no names of the engine's metrics, or raise a ValueError."""
     reserved = [name for name in info if is_taken(algorithm.model.task, name)]
     if reserved:
         raise ValueError(

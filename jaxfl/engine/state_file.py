@@ -23,15 +23,15 @@ _PART_BYTES = 2**25
 
 
 class DamagedError(ValueError):
-    """Error about a file that differs from what was written."""
+    """Error about a file of a run that is missing, or has changed since it was written."""
 
 
 class Store:
     """Client states [C, ...] in a file with two places for each row.
 
     A row is written to the place that the last checkpoint does not need. A kill at any moment
-    therefore leaves the rows of the last checkpoint intact. A checkpoint stores only `side`, the
-    place of each row, and a checksum (CRC-32) of each row. Only rows that were written since the
+    therefore leaves the rows of the last checkpoint intact. A checkpoint stores only the place of
+    each row, 0 or 1 (`side`), and its checksum (`sums`). Only rows that were written since the
     start take disk space twice.
 
     All rows are zeros until `start` makes the file, or `restore` finds it.
@@ -64,7 +64,7 @@ class Store:
         self.kept = np.ones(num_clients, np.uint8)
 
     def start(self) -> None:
-        """Make the file, and replace a file that is there."""
+        """Make the file with rows of zeros. An earlier file is replaced."""
         # An open map outlives its file's name, so a temporary file needs no clean-up.
         if self.folder is None:
             folder: Any = tempfile.TemporaryDirectory()
@@ -77,11 +77,11 @@ class Store:
             self._map(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, "w+")
 
     def read(self, ids: Int[np.ndarray, "S"], of: Tree = None) -> Tree:
-        """Return copies of some clients' rows [S, ...].
+        """Return copies of some clients' rows, as a tree of arrays [S, ...].
 
         Args:
             ids: Indices of the clients.
-            of: A part of `files` to read. None stands for all of them.
+            of: A part of the tree `files` to read. None stands for all of it.
         """
         side = self.side[ids]
         source = self.files if of is None else of
@@ -105,16 +105,19 @@ class Store:
         self.side[ids] = side
 
     def flush(self) -> None:
-        """Write the rows to disk, before the checkpoint that needs them."""
+        """Write the mapped rows to disk, because the next checkpoint needs them there."""
         if isinstance(self.bytes, np.memmap):
             self.bytes.flush()
 
     def saved(self) -> dict[str, np.ndarray]:
-        """Return the arrays that a checkpoint stores."""
+        """Return the arrays that a checkpoint stores, as arguments of `restore` by name."""
         return {"side": self.side, "sums": self.sums}
 
     def commit(self) -> None:
-        """Protect the present rows from now on, because the last checkpoint needs them."""
+        """Protect the present rows from `write`, because the last checkpoint needs them.
+
+        A file without a folder has no checkpoints, so its rows are not protected.
+        """
         if self.folder is not None:
             self.kept = self.side.copy()
 
@@ -157,8 +160,9 @@ class Store:
     def states(self) -> Tree:
         """Return all states [C, ...], mapped and read-only.
 
-        Rows in the second place move to the first one. Rows that have changed since the last
-        checkpoint do not move, because the checkpoint may need the rows that they would replace.
+        Rows in the second place move to the first place, which the result shows. Rows that have
+        changed since the last checkpoint do not move, because the checkpoint may need the rows that
+        they would replace. A caller therefore saves a checkpoint first.
         """
         # Places are 0 and 1, so `&` finds the rows whose present and protected place is 1.
         moving = np.flatnonzero(self.side & self.kept)
@@ -187,7 +191,7 @@ class Store:
             self._lay(np.memmap(file, np.uint8, mode, shape=shape))
 
     def _lay(self, rows: UInt8[np.ndarray, "2 C bytes"]) -> None:
-        """Use these rows, and view them as a tree of arrays [2, C, ...]."""
+        """Set `bytes` to these rows, and `files` to views of them as a tree [2, C, ...]."""
         self.bytes = rows
         names = self._row.names or ()
         fields = rows.view(self._row)[..., 0] if names else rows

@@ -17,10 +17,10 @@ from jaxfl.types import Tree
 class States:
     """Client states [C, ...] as rows [C, d].
 
-    There is one matrix of rows for each dtype among the leaves, or one for each leaf. With one for
-    each dtype, a chunk's rows are read and written in one step each. Otherwise, a TPU moves each
-    leaf of all clients, and pads its two innermost axes. On a CPU, packing the leaves takes longer
-    than it saves.
+    There is one matrix of rows for each dtype among the leaves, or one for each leaf. With a matrix
+    for each dtype, a chunk's rows are read and written in one step. A TPU needs this, because it
+    would move each leaf of all clients, and pad its two innermost axes. On a CPU, packing the
+    leaves takes longer than it saves.
     """
 
     rows: dict[str, Any]
@@ -43,14 +43,17 @@ class States:
         return cls(_joined_leaves(names, leaves, 1), structure, shapes)
 
     def tree(self) -> Tree:
-        """Unpack to states [C, ...]. Further leading axes of the rows stay."""
+        """Return the states [C, ...], unpacked. Leading axes before C stay."""
         return self._split(self.rows)
 
     def __getitem__(self, slot: Int[Array, "..."] | int) -> Tree:
         return self._split({name: rows[slot] for name, rows in self.rows.items()})
 
     def put(self, slot: Int[Array, "..."], new: Tree) -> "States":
-        """Return the states with those of some clients replaced. Slots >= C are padding."""
+        """Return all states, with the new states [*slot, ...] of the clients at `slot`.
+
+        Slots of C or more are padding, whose states are dropped.
+        """
         names = [name for name, _ in self.shapes]
         joined = _joined_leaves(names, jax.tree.leaves(new), slot.ndim)
         rows = {
@@ -59,7 +62,7 @@ class States:
         return dataclasses.replace(self, rows=rows)
 
     def _split(self, rows: dict[str, Any]) -> Tree:
-        """Return the leaves that some rows hold, as a tree."""
+        """Return the tree of states that some rows [..., d] hold."""
         leaves = []
         starts = dict.fromkeys(rows, 0)
         for name, shape in self.shapes:

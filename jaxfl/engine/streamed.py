@@ -47,14 +47,14 @@ from jaxfl.privacy.mechanisms.gaussian import Cohort
 from jaxfl.types import Algorithm, Clients, Rows, Tree
 
 _BLOCK_BYTES = 2**24
-"""Bytes of one block on all devices.
+"""Bytes of states and row numbers of one block, over all devices.
 
-A block takes little of the memory, but enough work to outweigh the cost of a call.
+A block of this size takes little memory, but has enough work to outweigh the cost of a call.
 """
 
 
 class Block(NamedTuple):
-    """A part of a round's cohort."""
+    """Part of a round's cohort that is on the devices at one time."""
 
     index: Int[Array, ""]
     """Index of the round."""
@@ -66,7 +66,9 @@ class Block(NamedTuple):
 
 
 def place_examples(clients: Clients, devices: list[jax.Device] | None = None) -> Population:
-    """Put all examples on every device. The lists of the clients' rows stay on the host.
+    """Return a population whose examples are all on every device.
+
+    The lists of the clients' rows stay on the host.
 
     Args:
         clients: Host arrays. Lists and sizes may be memory-mapped, and are not copied.
@@ -113,23 +115,23 @@ class Programs(NamedTuple):
     The program takes the key of the first state and the index of the first client.
     """
     draw: Any
-    """Program that draws a cohort."""
+    """Program `(keys, index, center) -> cohort` that draws the cohort of a round."""
     add: Callable[[int], functools.partial]
     """Function from a chunk to the program that adds a block to the sums."""
     plain_add: Callable[..., tuple[Sums, States]]
     """Function that `add` compiles. Its first argument is the chunk."""
     finish: Any
-    """Program that aggregates the sums, and takes the server's step."""
+    """Program `(keys, index, cohort, total, center) -> (center, records)`, the end of a round."""
     renew: Any
-    """Program that replaces the states of clients that were in the previous block."""
+    """Program `(states, before, source) -> states` that takes entries `source` of both states."""
     score: Callable[[int], functools.partial]
     """Function from a chunk to the program of an evaluation."""
 
 
 def compile_programs(algorithm: Algorithm, population: Population) -> Programs:
-    """Return the programs of a method.
+    """Return the programs of a method for clients of the population's shapes.
 
-    They hold no arrays of the population, because the cache keeps them beyond the run.
+    The caller caches them beyond the run, so `population` must be `described`, without arrays.
     """
     everyone = NamedSharding(population.mesh, P())
     by_client = NamedSharding(population.mesh, P("clients"))
@@ -209,7 +211,7 @@ def compile_programs(algorithm: Algorithm, population: Population) -> Programs:
 
 
 def fill(key: Key[Array, ""], programs: Programs, store: Store) -> None:
-    """Write all clients' initial states into a new file, a block at a time."""
+    """Write all clients' initial states into a new file of the store, a block at a time."""
     store.start()
     size = min(store.num_clients, max(1, _BLOCK_BYTES // max(1, store.bytes_per_client)))
     program = programs.rows(size)
@@ -404,10 +406,7 @@ class Stream(Engine):
 
     @override
     def saved(self) -> dict[str, Tree]:
-        """Return the state that a checkpoint stores.
-
-        For the client states, it is only the places and checksums of their rows.
-        """
+        """Return the center, and only the places and checksums of the client states' rows."""
         return {"center": self.center, "states": self.store.saved()}
 
     @override
@@ -425,15 +424,15 @@ class Stream(Engine):
 
     @override
     def all_states(self) -> Tree:
-        """Return the client states [C, ...], mapped and read-only."""
+        """Return the client states [C, ...] as mapped and read-only arrays."""
         return self.store.states().tree()
 
     def _build(self, chunk: int) -> functools.partial:
-        """Return the program that adds a block, with the model's frozen weights."""
+        """Return the program of a chunk that adds a block, with the model's frozen weights."""
         return functools.partial(self._programs.add(chunk).func, frozen=self.population.frozen)
 
     def _score(self, chunk: int) -> functools.partial:
-        """Return the program of an evaluation, with the model's frozen weights."""
+        """Return the program of a chunk for an evaluation, with the model's frozen weights."""
         return functools.partial(self._programs.score(chunk).func, frozen=self.population.frozen)
 
     def _shapes(self) -> tuple[Records, Callable[[], Sums]]:
@@ -453,7 +452,10 @@ class Stream(Engine):
         return remembered(("shapes", *self._key, key_of_arrays(example)), shapes)
 
     def _blocks(self, start: int, count: int) -> Iterator[Block]:
-        """Yield the cohorts of some rounds in blocks. An empty cohort is a block of empty slots."""
+        """Yield the cohorts of `count` rounds from round `start`, in blocks.
+
+        An empty cohort is a block of empty slots.
+        """
         devices = self.population.mesh.size
         rounds = (
             jax.device_put(np.int32(index), self.everyone) for index in range(start, start + count)
@@ -514,7 +516,7 @@ class Stream(Engine):
             ids: Index of the client in each slot.
             states: States of these clients, as the host has them.
             before: The previous block.
-            new: States of the previous block's clients after it.
+            new: States of that block's clients after it, which the host does not have yet.
         """
         source = np.arange(self.slots, dtype=np.int32)
         both, here, there = np.intersect1d(ids, before.ids, return_indices=True)
@@ -525,13 +527,13 @@ class Stream(Engine):
         return self.renew(states, new, jax.device_put(source, self.everyone))
 
     def _rounded(self, slots: int) -> int:
-        """Round slots up to a multiple of the devices, with at most enough for all clients."""
+        """Round a number of slots up to a multiple of the devices, after limiting it to C."""
         devices = self.population.mesh.size
         return -(-min(max(slots, 1), self.population.num_clients) // devices) * devices
 
 
 def _zeros_program(shapes: Tree, sharding: NamedSharding) -> Callable[[], Tree]:
-    """Return a program that makes zeros of some shapes."""
+    """Return a program without arguments that makes zeros of these shapes and dtypes."""
 
     def zeros() -> Tree:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
@@ -540,7 +542,10 @@ def _zeros_program(shapes: Tree, sharding: NamedSharding) -> Callable[[], Tree]:
 
 
 def _ahead(items: Iterator[Any]) -> Iterator[Any]:
-    """Yield the same items, and start each of them before its predecessor is yielded."""
+    """Yield the same items, but request each of them before its predecessor is yielded.
+
+    There must be at least one item.
+    """
     last = next(items)
     for item in items:
         yield last

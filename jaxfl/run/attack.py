@@ -21,7 +21,7 @@ from jaxfl.run.recorder import Result
 from jaxfl.types import Algorithm, Clients, Message, Params, StepNoise
 
 _EXAMPLES_PER_PASS = 64
-"""Examples per forward pass."""
+"""Number of examples in each forward pass."""
 
 Losses: TypeAlias = dict[str, Float[Array, "_"]]
 """Losses of the examples of all clients, one client after the other, by split."""
@@ -62,10 +62,10 @@ def membership(
     reveals.
 
     Args:
-        key: Key, or a seed, of the local training.
+        key: Key, or a seed, of the attacked client's local training and noise.
         algorithm: The method that was run.
         result: Result of the run.
-        clients: The clients of the run.
+        clients: The clients of the run, with their training and test examples.
         of: Model that is attacked. "upload" suits methods that send updates of the parameters that
             they broadcast.
 
@@ -167,6 +167,10 @@ def _auc(inside: Float[np.ndarray, "n"], outside: Float[np.ndarray, "m"]) -> flo
     """Return the probability that a member has less loss than a nonmember. Ties count 1/2.
 
     The result is NaN if one of the two groups is empty.
+
+    Args:
+        inside: Losses of members.
+        outside: Losses of nonmembers.
     """
     if not len(inside) or not len(outside):
         return float("nan")
@@ -180,11 +184,13 @@ def _auc(inside: Float[np.ndarray, "n"], outside: Float[np.ndarray, "m"]) -> flo
 def _tpr(
     inside: Float[np.ndarray, "n"], outside: Float[np.ndarray, "m"], rate: float = 0.01
 ) -> float:
-    """Return the share of members below a threshold, which a share `rate` of the others is below.
+    """Return the share of members whose loss is below a threshold, or NaN for an empty group.
+
+    At most a share `rate` of the nonmembers is below the threshold.
 
     Args:
         inside: Losses of members.
-        outside: Losses of the others.
+        outside: Losses of nonmembers.
         rate: False-positive rate of the threshold.
     """
     if not len(inside) or not len(outside):

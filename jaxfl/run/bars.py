@@ -30,7 +30,10 @@ def tell(text: str, shown: bool) -> None:
 
 
 Update: TypeAlias = Callable[..., None]
-"""Progress function `update(rounds_done, state, figures=None)`. None keeps the last figures."""
+"""Function `update(rounds_done, state, figures=None)` that moves a bar.
+
+The text `state` stands behind the bar and `figures` below it. None keeps the last figures.
+"""
 
 _ONE_LINE: dict[str, Any] = {"no_wrap": True, "overflow": "ellipsis"}
 """Options of a column whose text is cut where it would need a second line."""
@@ -78,7 +81,13 @@ class _Bar(Progress):
         yield Text(f"  {self.figures}", **_ONE_LINE)
 
     def move(self, done: float, state: str, figures: str | None = None) -> None:
-        """Show the work that is done, and the time left. None keeps the last figures."""
+        """Show the work that is done, and the time left.
+
+        Args:
+            done: Amount of work that is done, out of `total`.
+            state: Text behind the bar.
+            figures: Line below the bar. None keeps the last figures.
+        """
         self.done = done
         if figures is not None:
             self.figures = figures
@@ -99,7 +108,10 @@ class _Bar(Progress):
 _SHARED: contextvars.ContextVar[Callable[[int, int], Update] | None] = contextvars.ContextVar(
     "shared", default=None
 )
-"""Function that `shared_bar` sets, from a run's rounds and restored rounds to its `Update`."""
+"""Function from a run's rounds and restored rounds to its `Update`.
+
+`SharedBar.part` sets it within its block. It is None if a run has a bar of its own.
+"""
 
 
 @contextlib.contextmanager
@@ -133,7 +145,7 @@ def progress_bar(name: str, rounds: int, show: bool, start: int = 0) -> Iterator
 
 
 class SharedBar:
-    """Bar of several runs, which measures work in trained clients."""
+    """Bar of several runs, whose unit of work is one client that trains in one round."""
 
     def __init__(self, bar: _Bar) -> None:
         self._bar = bar
@@ -147,7 +159,7 @@ class SharedBar:
 
         Args:
             name: Name of the run.
-            work: Number of clients that the run trains in all of its rounds.
+            work: Number of clients that the run trains, summed over its rounds.
         """
 
         def update_of_run(rounds: int, start: int) -> Update:
@@ -168,17 +180,23 @@ class SharedBar:
         self.say(name)
 
     def say(self, state: str) -> None:
-        """Show what is done between two runs."""
+        """Show a state between two runs, without figures."""
         self._bar.move(self._before, state, "")
 
     def skip(self, work: float) -> None:
-        """Subtract clients that need no training from the total."""
+        """Subtract work that is not needed from the total. Negative work adds to it."""
         self._bar.total -= work
 
 
 @contextlib.contextmanager
 def shared_bar(name: str, work: float, show: bool) -> Iterator[SharedBar]:
-    """Show one bar for runs that train `work` clients together, each within a `part`."""
+    """Show one bar for several runs, and yield it. Each run moves it within a `part`.
+
+    Args:
+        name: Name at the left of the bar.
+        work: Number of clients that all runs train, summed over rounds.
+        show: Whether the bar is shown.
+    """
     with _Bar(name, work, show, lambda done, total: f"{done / total:.0%}") as bar:
         yield SharedBar(bar)
         bar.move(bar.done, "finished", "")
@@ -187,7 +205,10 @@ def shared_bar(name: str, work: float, show: bool) -> Iterator[SharedBar]:
 def shown_epsilon(rows: Sequence[Mapping[str, float | int]]) -> str:
     """Return the largest epsilon over runs as text for a bar.
 
-    The epsilon is the one of an example if only this one is finite.
+    The epsilon protects an example, and not a client, if only the epsilon of examples is finite.
+
+    Args:
+        rows: Last row of metrics of each run.
     """
     client = max(row["epsilon"] for row in rows)
     example = max(row.get("epsilon_example", math.inf) for row in rows)

@@ -40,6 +40,7 @@ class PointToRun(NamedTuple):
     """Point of a candidate with its noise."""
 
     index: int
+    """Index of the point in the candidate's columns."""
     values: dict[str, Any]
     """Arguments of the builder, with the noise multiplier if the method takes noise."""
 
@@ -50,11 +51,12 @@ class CandidateRuns:
     Args:
         name: Name of the method.
         method: Candidate of the method.
-        algorithms: Algorithm of each point, with noise if the method takes any.
-        fixed: Arguments whose values a program cannot leave open.
+        algorithms: Algorithm of each point, with a noise multiplier of 1 if the method takes any.
+        fixed: Arguments that are constants of a program, so that each of their values needs a
+            program of its own. All other arguments are open: they are inputs of the program.
         rounds: Number of rounds of the method's longest run.
         root: Folder of the comparison. None writes nothing.
-        options: Options of all runs.
+        options: Options of all runs, as in `RunOptions`.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class CandidateRuns:
         self.root = root
         self.options = options
         self.levels: dict[int, dict[float, float]] = {}
-        """Noise multiplier of each epsilon, by number of clients."""
+        """Noise multiplier by epsilon, for each number of clients. `calibrate` adds them."""
         self.texts = {argument: texts_of(column) for argument, column in method.points.items()}
 
     @property
@@ -85,17 +87,17 @@ class CandidateRuns:
 
     @property
     def sends_nothing(self) -> bool:
-        """Whether the method sends nothing."""
+        """Whether clients send nothing, so that rounds cost no privacy."""
         return not self.algorithm.mechanism.communicates
 
     @property
     def tuned(self) -> bool:
-        """Whether tuning chooses a point, or a round because rounds cost no privacy."""
+        """Whether tuning has a choice: of a point, or of a round if clients send nothing."""
         return self.method.num_points > 1 or self.sends_nothing
 
     @property
     def columns(self) -> dict[str, list[Any]]:
-        """Arguments of all points as JSON, by column."""
+        """Column of each argument over all points, as JSON."""
         shown = [self.shown(index) for index in range(self.method.num_points)]
         return {argument: [point[argument] for point in shown] for argument in self.method.points}
 
@@ -113,16 +115,22 @@ class CandidateRuns:
         }
 
     def trained(self, clients: int, rounds: int, points: int) -> float:
-        """Return how many clients all rounds of some points train together."""
+        """Return how many times a client is expected to train, over all rounds of some points.
+
+        Args:
+            clients: Number of clients.
+            rounds: Number of rounds of each point.
+            points: Number of points.
+        """
         return float(self.algorithm.mechanism.sampling.expected(clients) * rounds * points)
 
     def work(self, held_out: int, parted: Iterable[Split], epsilons: int) -> float:
-        """Return how many clients the tuning and the final runs train.
+        """Return how many times a client trains in the tuning and the final runs (see `trained`).
 
         Args:
             held_out: Number of the tuning's clients.
             parted: Participants and newcomers of each seed.
-            epsilons: Number of targets.
+            epsilons: Number of target epsilons.
         """
         levels = epsilons if self.method.private else 1
         tuning = 0.0
@@ -137,16 +145,19 @@ class CandidateRuns:
         rounds: int,
         points: int,
     ) -> float:
-        """Return how many clients the final runs of a seed train."""
+        """Return how many times a client trains in the final runs of a seed (see `trained`).
+
+        Newcomers count if clients send nothing, because they then train alone.
+        """
         work = self.trained(participants.num_clients, rounds, points)
         if newcomers is None or not self.sends_nothing:
             return work
         return work + self.trained(newcomers.num_clients, rounds, points)
 
     def calibrate(self, numbers: Iterable[int], epsilons: Sequence[float]) -> None:
-        """Find the noise multiplier of each epsilon, for some numbers of clients.
+        """Add the noise multiplier of each epsilon to `levels`, for some numbers of clients.
 
-        A method that takes no noise has one level, infinity.
+        A method that takes no noise has the epsilon infinity alone, with the multiplier 0.
 
         Raises:
             ValueError: Points differ in epsilon at one noise multiplier, or an epsilon is out of
@@ -161,7 +172,11 @@ class CandidateRuns:
             self.levels[clients] = levels
 
     def _noise(self, clients: int) -> dict[str, Any]:
-        """Return the arguments of `calibrate`, which all points must share."""
+        """Return the arguments of `jaxfl.privacy.calibrate`, which all points must share.
+
+        Raises:
+            ValueError: Points differ in epsilon at one noise multiplier.
+        """
         delta = self.algorithm.terms.delta
         exposed = [_exposed(one.mechanism, clients, self.rounds) for one in self.algorithms]
         other_delta = any(algorithm.terms.delta != delta for algorithm in self.algorithms)
@@ -181,7 +196,10 @@ class CandidateRuns:
         }
 
     def check_newcomers(self, newcomers: Sequence[Clients]) -> None:
-        """Require that every program can serve these clients. Nothing is compiled."""
+        """Require that every program can train or evaluate these clients. Nothing is compiled.
+
+        Newcomers train if clients send nothing. Otherwise they are only evaluated.
+        """
         points = [self.point(index, 1.0) for index in range(self.method.num_points)]
         different = {_signature(clients): clients for clients in newcomers}.values()
         for group in self.groups(points).values():
@@ -202,11 +220,13 @@ class CandidateRuns:
         seed: int,
         rounds: int,
     ) -> list[tuple[Result | None, str]]:
-        """Run the chosen points of a seed, and add the newcomers' score to last rows of metrics.
+        """Run the chosen points of a seed, and add the newcomers' score to the last row of metrics.
+
+        The score is `unseen` in each result's row.
 
         Args:
             bar: Progress bar of the comparison.
-            points: Indices and arguments of the chosen points.
+            points: The chosen points.
             participants: Clients who take part.
             newcomers: Clients who take no part, if there are any.
             seed: Seed of the runs.
@@ -228,12 +248,20 @@ class CandidateRuns:
         return scored
 
     def states(self, clients: int, index: int = 0) -> list[jax.ShapeDtypeStruct]:
-        """Return the shapes of the client states of a point, none if clients keep no state."""
+        """Return the shapes of a point's client states, as a list without entries if none stay.
+
+        Args:
+            clients: Number of clients.
+            index: Index of the point.
+        """
         _, states = jax.eval_shape(lambda: self.algorithms[index].init(key_of(0), clients))
         return jax.tree.leaves(states)
 
     def groups(self, points: Sequence[PointToRun]) -> dict[str, list[int]]:
-        """Return positions of the points that one program can hold, by the name of its folder."""
+        """Return the positions in `points` that share a program, by a text of its fixed arguments.
+
+        The text is a part of the folder's name. It is empty without fixed arguments.
+        """
         found: dict[str, list[int]] = {}
         fixed = [name for name in self.method.points if name in self.fixed]
         for position, (index, values) in enumerate(points):
@@ -258,7 +286,7 @@ class CandidateRuns:
 
         Args:
             bar: Progress bar of the comparison.
-            points: Indices and arguments of the points.
+            points: The points.
             clients: Clients of the runs.
             seed: Seed of the runs.
             name: Beginning of the folders' names.
@@ -310,13 +338,13 @@ class CandidateRuns:
         """Run points in one program, and return their results and folders, as `run` does.
 
         Args:
-            points: Indices and arguments of the points.
+            points: The points of the program.
             clients: Clients of the runs.
             seed: Seed of the runs.
             label: Name of the program's folder.
             rounds: Number of rounds.
             every: Number of rounds between evaluations, as in `run`.
-            numbers: Number of each point among the points of all programs.
+            numbers: Position of each point among the points of all programs.
             newcomers: Clients whom each point also serves, if there are any.
 
         Returns:
@@ -369,7 +397,7 @@ class CandidateRuns:
         seed: int,
         rounds: int,
     ) -> list[Result]:
-        """Return the results of one program, with the newcomers' score in last rows of metrics."""
+        """Return the results of one program, with the newcomers' score in the last row of each."""
         columns = self.open([values for _, values in points])
         method = Points(self.build(points[0][1]), _floats(columns))
         servers = jax.device_get([result.server for result in results])
@@ -387,18 +415,18 @@ class CandidateRuns:
         return found
 
     def build(self, values: Mapping[str, Any]) -> Callable[..., Algorithm]:
-        """Return the builder with the values of a point that a program cannot leave open."""
+        """Return the method's builder with a point's fixed arguments bound to their values."""
         fixed = {name: value for name, value in values.items() if name in self.fixed}
         return functools.partial(self.method.build, **fixed) if fixed else self.method.build
 
     def open(self, points: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-        """Return columns of the values that a program leaves open."""
+        """Return the column of numbers of each open argument."""
         names = [name for name in points[0] if name not in self.fixed]
         return {name: [float(values[name]) for values in points] for name in names}
 
 
 def _with_unseen(result: Result, score: float) -> Result:
-    """Return a result with the newcomers' score in the last row of metrics."""
+    """Return a result whose last row of metrics has the newcomers' score as `unseen`."""
     *earlier, last = result.metrics
     return result._replace(metrics=[*earlier, last | {"unseen": score}])
 
@@ -449,7 +477,7 @@ def prepared_runs(
 
 
 def _fixed(method: Candidate, clients: Clients, rounds: int) -> frozenset[str]:
-    """Return the arguments whose values a program cannot leave open, by tracing the method."""
+    """Return the names of the fixed arguments (see `CandidateRuns`), by tracing the method."""
     values = method.point(0) | ({"noise_multiplier": 1.0} if method.private else {})
 
     def numeric(column: Sequence[Any]) -> bool:
@@ -478,7 +506,7 @@ def _fixed(method: Candidate, clients: Clients, rounds: int) -> frozenset[str]:
 
 
 def _traced(algorithm: Algorithm, clients: Clients, rounds: int) -> jax.Array:
-    """Trace an algorithm in a round, except for the sums over clients."""
+    """Trace an algorithm in a round, except for the sums over clients, and return a 0."""
     update = check_algorithm(algorithm, clients, rounds)
     memory = algorithm.mechanism.init(key_of(0), lambda: update, clients.num_clients)
     algorithm.mechanism.draw(key_of(0), memory, jnp.int32(0), clients.num_clients)
@@ -486,7 +514,7 @@ def _traced(algorithm: Algorithm, clients: Clients, rounds: int) -> jax.Array:
 
 
 def _signature(clients: Clients) -> tuple:
-    """Return the shapes, dtypes and labels that decide whether a model fits the clients."""
+    """Return what decides whether a model fits: number of clients, shapes, dtypes, end labels."""
     inputs = clients.inputs
     labels = np.asarray(clients.labels)
     ends = (labels.min().item(), labels.max().item()) if labels.size else ()
@@ -501,7 +529,7 @@ def _signature(clients: Clients) -> tuple:
 
 
 def common_task(runs: Sequence[CandidateRuns]) -> Any:
-    """Return the task of all points, which must be scored by the same metric.
+    """Return the task of the first point. All points must have its headline metric.
 
     Raises:
         ValueError: A point has another headline metric, or sends something although others of its
@@ -527,7 +555,10 @@ def common_task(runs: Sequence[CandidateRuns]) -> Any:
 
 @contextlib.contextmanager
 def _naming(name: str, point: Mapping[str, Any]) -> Iterator[None]:
-    """Name the method and the point in errors of the block, as a TypeError or a ValueError."""
+    """Raise errors of the block with the method and the point in the message.
+
+    A TypeError stays one, and every other exception becomes a ValueError.
+    """
     try:
         yield
     except Exception as error:
@@ -562,9 +593,9 @@ def _noise_of(epsilon: float, options: Mapping[str, Any]) -> float:
 
 
 def _exposed(mechanism: Mechanism, clients: int, rounds: int) -> np.ndarray:
-    """Return the numbers from which an epsilon follows.
+    """Return the numbers from which the epsilon for "aggregate" follows, with a row per round.
 
-    These are the multipliers of the sums, by round and client, and the amplification.
+    The columns are the multiplier for each client (see `View`), then the rate of hidden cohorts.
     """
     view = mechanism.view(mechanism.planned(clients, rounds), "aggregate")
     return np.column_stack([view.multiplier, view.hidden * view.rate])

@@ -56,12 +56,12 @@ class Candidate(NamedTuple):
 
     @property
     def num_points(self) -> int:
-        """Number of points that tuning tries."""
+        """Number of points that tuning tries. Without columns there is one, without arguments."""
         # A method without columns has one point, which has no arguments.
         return len(next(iter(self.points.values()), (0,)))
 
     def point(self, index: int) -> dict[str, Any]:
-        """Return the arguments of a point."""
+        """Return the arguments of the point at an index, by name."""
         return {argument: column[index] for argument, column in self.points.items()}
 
     def at(self, index: int) -> Algorithm:
@@ -71,7 +71,9 @@ class Candidate(NamedTuple):
 
 
 def grid(**axes: Any) -> dict[str, list[Any]]:
-    """Return all combinations of some values, as columns. Integers stay integers.
+    """Return all combinations of some values, as a column by argument. Integers stay integers.
+
+    The last argument varies fastest.
 
     Args:
         axes: Values of each argument.
@@ -129,7 +131,7 @@ def spread(num_points: int, **axes: Any) -> dict[str, list[float]]:
 
 
 def _check_columns(name: str, value: Any) -> dict[str, list[Any]]:
-    """Require columns of values by argument, and return them with numbers of Python."""
+    """Require columns of values by argument, and return them with numbers as Python's types."""
     return check_columns(name, value, _check_column, "values")
 
 
@@ -154,7 +156,7 @@ def _check_column(name: str, value: Any) -> list[Any]:
 
 
 def check_methods(name: str, value: Any) -> dict[str, Candidate]:
-    """Require candidates by names that the folders of a comparison can have."""
+    """Require candidates by names that the folders of a comparison can have, and return them."""
     if not isinstance(value, Mapping) or not value:
         raise TypeError(
             f"{name} must be candidates by name, got {show(value)}. "
@@ -178,12 +180,18 @@ def check_methods(name: str, value: Any) -> dict[str, Candidate]:
 
 
 def _name_in_folder(name: str) -> str:
-    """Return a name without case and forms of accents, which some file systems ignore."""
+    """Return a name in one case and one Unicode form, because some file systems ignore these."""
     return unicodedata.normalize("NFKC", name).casefold()
 
 
 def _check_name(name: str, method: Any, methods: Mapping[Any, Any]) -> None:
-    """Require a name that a folder can have and that is not hidden."""
+    """Require a name that a folder can have and that begins with no dot.
+
+    Args:
+        name: Name of the argument that has the methods.
+        method: Name of a method.
+        methods: All methods, for the error message.
+    """
     allowed = isinstance(method, str) and re.fullmatch(r"[^./\\\x00-\x1f][^/\\\x00-\x1f]*", method)
     if not allowed or len(method.encode(errors="replace")) > 200:
         raise ValueError(
@@ -210,7 +218,7 @@ def _check_candidate(name: str, value: Any) -> Candidate:
 
 
 def is_json_value(value: Any) -> bool:
-    """Return whether a value is None, a text, a boolean or a number, which JSON can hold."""
+    """Return whether a value is None, a text, a boolean or a real number."""
     return value is None or isinstance(value, str | bool | int | float)
 
 
@@ -239,5 +247,8 @@ def texts_of(column: Sequence[Any]) -> list[str]:
 
 
 def _identity(value: Any) -> Any:
-    """Return a key that is the same for equal values of JSON, or for the same other object."""
+    """Return a dictionary key that is equal for equal JSON values of one type.
+
+    Other values have equal keys only if they are the same object.
+    """
     return (type(value), value) if is_json_value(value) else id(value)

@@ -51,9 +51,11 @@ def central_client(name: str, data: Dataset) -> Clients:
 def by_global_model(algorithm: Algorithm, needed: str) -> Algorithm:
     """Return a method that evaluates all clients with the global model.
 
+    Its `personalize` raises a ValueError if the method has no global model.
+
     Args:
         algorithm: The method.
-        needed: Beginning of the error's message if the method has no global model.
+        needed: Beginning of the error's message.
     """
 
     def personalize(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> Params:
@@ -109,7 +111,7 @@ class Central:
         )
 
     def evaluate(self, key: Key[Array, "*P"], server: Tree) -> PerClient:
-        """Return the scores of the global model by name, with a leading axis P for points.
+        """Return the test loss and metrics of the global model by name, as arrays of shape [*P].
 
         Args:
             key: Any key, or one for each point. The program draws nothing.
@@ -121,6 +123,6 @@ class Central:
         return jax.tree.map(lambda leaf: leaf[..., 0], found)
 
     def facts(self) -> fingerprint.Facts:
-        """Return hashes of the examples (see `jaxfl.run.fingerprint`)."""
+        """Return hashes of the test set's inputs and labels (see `jaxfl.run.fingerprint`)."""
         arrays = {"inputs": self.client.inputs, "labels": self.client.labels}
         return fingerprint.of_arrays("central", arrays)

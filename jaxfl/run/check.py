@@ -46,7 +46,8 @@ _LOG = logging.getLogger("jaxfl")
 def check_clients(name: str, value: Any) -> Clients:
     """Require clients whose arrays fit together, and return them with their rows as `Lists`.
 
-    `make_clients` checks its arguments, but not what `_replace` makes of its result.
+    `make_clients` checks its arguments, but a caller may change its result by `_replace`. A
+    ValueError or TypeError names the field that does not fit.
     """
     clients = check_instance(name, value, (Clients,))
     for field, array in clients._asdict().items():
@@ -96,7 +97,7 @@ def check_clients(name: str, value: Any) -> Clients:
 
 
 def _check_lists(name: str, value: Any) -> Lists:
-    """Require lists of rows, or a matrix of rows with padding, and return lists."""
+    """Require `Lists` of rows, or a matrix [C, n] of rows with padding, and return `Lists`."""
     if not isinstance(value, Lists):
         rows = check_array(name, value)
         if rows.ndim != 2 or rows.dtype.kind not in "iu":
@@ -122,7 +123,7 @@ def _check_lists(name: str, value: Any) -> Lists:
 
 
 def check_chunk(name: str, value: Any) -> Any:
-    """Require a number of clients, or "auto"."""
+    """Require "auto", or a number of clients of at least 1, and return it."""
     if isinstance(value, str):
         if value == "auto":
             return value
@@ -134,7 +135,7 @@ def check_chunk(name: str, value: Any) -> Any:
 
 
 def check_devices(name: str, value: Any) -> list[jax.Device]:
-    """Require a list of devices, each of which occurs once."""
+    """Require a list of at least one device, each of which occurs once, and return the list."""
     listed = isinstance(value, list | tuple) and len(value) > 0
     if not listed or not all(isinstance(device, jax.Device) for device in value):
         raise TypeError(
@@ -159,7 +160,10 @@ def check_one_key(name: str, value: Any) -> Key[Array, ""]:
 
 
 def check_values(name: str, value: Any) -> dict[str, list[float]]:
-    """Require columns of numbers, whose values the builder checks."""
+    """Require columns of numbers by argument, and return them as lists of floats.
+
+    NaN is an error. The builder checks the values further.
+    """
     return check_columns(name, value, _check_numbers, "numbers")
 
 
@@ -169,7 +173,7 @@ def check_columns(name: str, value: Any, check: Check, kind: str) -> dict[str, l
     Args:
         name: Name of the argument that has the columns.
         value: The columns by argument of a builder.
-        check: Check of one column, which gets its name and value.
+        check: Check of one column, which gets the column's name and value.
         kind: Name of the columns' values in the error message.
     """
     if not isinstance(value, Mapping) or not all(isinstance(argument, str) for argument in value):
@@ -266,7 +270,7 @@ def check_evaluation(algorithm: Algorithm, clients: Clients) -> tuple[Tree, Tree
 
 
 def check_state(name: str, value: Any, expected: Tree) -> Tree:
-    """Require arrays with the structure, shapes and dtypes that `init` makes.
+    """Require arrays with the structure, shapes and dtypes that `init` makes, and return them.
 
     Args:
         name: Name of the argument.
@@ -334,12 +338,12 @@ def given_to_client(algorithm: Algorithm, clients: Clients) -> tuple[Any, Tree, 
 
 
 def _of_one(tree: Tree) -> Tree:
-    """Return the shapes of one client's part."""
+    """Return the shapes without their first axis, which counts the clients."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree)
 
 
 def _data_of_one(clients: Clients, noise: StepNoise | None = None) -> ClientData:
-    """Return the shapes of one client's data."""
+    """Return one client's `ClientData` with shapes in place of arrays."""
     shapes: Any = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, _canonical(leaf.dtype)), clients
     )

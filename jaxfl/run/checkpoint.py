@@ -32,7 +32,7 @@ _CHECKPOINT_NAMES = re.compile(
 """Names in a checkpoint's folder, even if its writer was killed or was an earlier version."""
 
 _UNREADABLE = ("[", "]", "\\")
-"""Characters in a path that the library for checkpoints interprets in another way."""
+"""Characters of a path from which the library for checkpoints cannot read."""
 
 _SHOWN = 3
 """Number of damaged checkpoints that a message names."""
@@ -45,7 +45,7 @@ class Checkpoints:
     """The newest two states of a run in a folder, each written atomically with checksums of files.
 
     Args:
-        folder: Folder of the checkpoints, inside the run's folder. The first one creates it.
+        folder: Folder of the checkpoints, inside the run's folder. The first checkpoint creates it.
         fingerprint: Facts that must agree for a state to belong to this run (see
             `jaxfl.run.fingerprint`).
         plan: Plan of this run, which may have more rounds than the plan of a state.
@@ -62,7 +62,7 @@ class Checkpoints:
             )
         self._plan = plan
         self._intact: int | None = None
-        """Rounds of the newest state that is known to be intact."""
+        """Number of rounds of the newest state that this process wrote or read, or None."""
 
     def save(self, rounds: int, state: Tree, schedule: EvaluationSchedule) -> None:
         """Write a state, so that a kill at any moment leaves the previous one intact.
@@ -105,7 +105,7 @@ class Checkpoints:
         self._intact = rounds
 
     def _start(self) -> int:
-        """Make the folder of an unfinished state, and return the number in its name."""
+        """Make an empty folder for an unfinished state, and return the number of its attempt."""
         attempt = 1
         while not _is_ours(self._folder / _unfinished(attempt)):
             attempt += 1
@@ -123,8 +123,8 @@ class Checkpoints:
 
         Args:
             like: Function from a plan to arrays with the shapes and devices of its state.
-            take: Function of the rounds, the state and its plan. If it raises a `DamagedError`, the
-                previous state follows.
+            take: Function of the number of rounds, the state and its plan. If it raises a
+                `DamagedError`, it gets the previous state.
 
         Returns:
             The number of rounds, or 0 if the folder holds no checkpoint.
@@ -154,12 +154,12 @@ class Checkpoints:
         return 0
 
     def newest(self) -> str:
-        """Return the path of the newest state that is not known to be damaged, or "none"."""
+        """Return the newest state's path as text, or "none". Known damaged states do not count."""
         steps = self._steps() if self._intact is None else [self._intact]
         return str(self._folder / str(steps[-1])) if steps else "none"
 
     def ends(self, rounds: int) -> bool:
-        """Return whether the newest state is the one after `rounds` rounds."""
+        """Return whether the newest state has `rounds` rounds, by its name alone."""
         return self._steps()[-1:] == [rounds]
 
     def clear(self) -> None:
@@ -181,7 +181,7 @@ class Checkpoints:
         return [int(path.name) for path in checkpoints(self._folder)]
 
     def _check_same(self) -> None:
-        """Require that all processes share one folder, and belong to one run."""
+        """Require that all processes have the same folder and facts, or raise a ValueError."""
         newest = (self._steps() or [0])[-1] if self._folder.exists() else -1
         # float32 represents 24 bits exactly.
         digest = int(_of_json([self._fingerprint, self._plan])[:6], 16)
@@ -201,7 +201,16 @@ class Checkpoints:
     def _read(
         self, rounds: int, shapes: Callable[[EvaluationSchedule], Tree]
     ) -> tuple[Tree, EvaluationSchedule]:
-        """Return an intact state of this run, and the plan by which the run made it."""
+        """Return the state after `rounds` rounds, and the plan by which the run made it.
+
+        Args:
+            rounds: Number of rounds of the state.
+            shapes: Function from a plan to arrays with the shapes and devices of its state.
+
+        Raises:
+            DamagedError: A file is missing or damaged.
+            ValueError: The state belongs to another run, or lacks the client states.
+        """
         folder = self._folder / str(rounds)
         schedule = self._plan
         problem = None
@@ -250,12 +259,15 @@ class Checkpoints:
 
 
 def _lengths(plan: EvaluationSchedule) -> Facts:
-    """Return the facts of a plan, which may differ only if a run is extended."""
+    """Return the facts `rounds` and `evaluations`, which may differ only if a run is extended."""
     return {"rounds": plan.rounds, "evaluations": plan.evaluations}
 
 
 def _unfinished(attempt: int) -> str:
-    """Return the name of an unfinished state. Further attempts avoid names of foreign files."""
+    """Return the folder's name of an unfinished state.
+
+    The number of the attempt exceeds 1 if files of other programs have the names before it.
+    """
     return _UNFINISHED if attempt == 1 else f"{_UNFINISHED}-{attempt}"
 
 
@@ -279,13 +291,13 @@ def _check_own(path: pathlib.Path) -> None:
 
 
 def _remove(path: pathlib.Path) -> None:
-    """Remove a checkpoint, but no link, and no folder that holds anything else."""
+    """Remove a checkpoint, but no link or file, and no folder that holds other names."""
     if kind(path) is not None and _is_ours(path):
         shutil.rmtree(path)
 
 
 def _resumable(stored: Facts, current: Facts) -> str:
-    """Return the remedy that keeps the stored run, if there is one."""
+    """Return the remedy that keeps the stored run, or "" if there is none."""
     to_resume = how_to_resume(stored, current)
     return f"{to_resume}. For a new run, choose another folder" if to_resume else ""
 
@@ -351,6 +363,6 @@ def _of_json(value: Any) -> str:
 
 
 def _by_name(tree: Tree) -> dict[str, Any]:
-    """Return leaves by path, because Orbax restores a flat dict unchanged, but no empty tuples."""
+    """Return the leaves by path. Orbax restores a flat dict unchanged, but loses empty tuples."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}

@@ -40,7 +40,7 @@ _NO_MEMORY = "out of memory"
 _NO_SCORE = "no score"
 
 _TUNING_EVALUATIONS = 20
-"""Number of rounds in which the tuning scores a method that sends nothing."""
+"""Largest number of rounds after which the tuning scores a method that sends nothing."""
 
 
 def _check_epsilons(name: str, value: Any) -> tuple[float, ...]:
@@ -210,16 +210,16 @@ class _Population(NamedTuple):
     by_seed: dict[int, Split]
     """Participants and newcomers of each seed of the final runs."""
     scored: str
-    """What scores the points, in words."""
+    """Name of the examples that score the points, for a caption."""
 
     @property
     def trained(self) -> list[Clients]:
-        """All clients who take part in some run."""
+        """Clients of the tuning, then the participants of each seed."""
         return [self.held_out, *(participants for participants, _ in self.by_seed.values())]
 
     @property
     def newcomers(self) -> list[Clients]:
-        """All clients who take no part, for each seed that has any."""
+        """Newcomers of each seed that has any."""
         return [later for _, later in self.by_seed.values() if later is not None]
 
 
@@ -238,7 +238,7 @@ def _population(
     tuning_seed: int,
     unseen: float,
 ) -> _Population:
-    """Draw the clients of the tuning and of each seed."""
+    """Draw and check the clients of the tuning and of each seed, and leave out the newcomers."""
 
     def parts(drawn: Clients, seed: int) -> Split:
         return leave_out(drawn, unseen, seed=seed) if unseen else (drawn, None)
@@ -259,7 +259,7 @@ def _population(
 
 
 def _check_validated(held_out: Clients, validation: Any) -> None:
-    """Require an example by which tuning can choose a point."""
+    """Require that some client of the tuning has a test example to choose points by."""
     if np.asarray(held_out.test_size).any():
         return
     cause = "they have no test examples"
@@ -335,7 +335,7 @@ def _compare_method(
 
 
 def _row_of(result: Result, folder: str, public: bool) -> Row:
-    """Return what a final run adds to its row of a comparison."""
+    """Return a final run's columns: its last metrics, `dropped` and, with a folder, `run`."""
     row = dict(result.metrics[-1])
     # The epsilon of the metrics would replace the target.
     row.pop("epsilon", None)
@@ -350,6 +350,7 @@ class _Choice(NamedTuple):
     index: int | None
     """Index of the point, or None if no point may be chosen."""
     rounds: int
+    """Number of rounds after which the point has its best score."""
     row: Row
     """Row of the choice in `Comparison.tuning`."""
     missing: list[Row]
@@ -359,7 +360,7 @@ class _Choice(NamedTuple):
 def _tuned(
     runs: CandidateRuns, clients: Clients, seed: int, bar: SharedBar, public: bool
 ) -> list[_Choice]:
-    """Return the best point at each epsilon, with the scores of all points.
+    """Return the choice of the best point at each epsilon, with the scores of all points.
 
     A method that sends nothing also has a best round, because rounds cost it no privacy.
 
@@ -442,7 +443,7 @@ def _best_point(
 
 
 def _share_dropped(result: Result, public: bool) -> Row:
-    """Return the share of a run's updates that were dropped, if there are any.
+    """Return `{"dropped": share}` of a run's dropped updates, or `{}` if none were dropped.
 
     A public report has the share only if all updates were dropped.
     """
@@ -451,7 +452,7 @@ def _share_dropped(result: Result, public: bool) -> Row:
 
 
 def _stated_epsilon(statement: Mapping[str, Any]) -> float | None:
-    """Return the finite epsilon for the observer of sums, or None.
+    """Return the epsilon for the observer "aggregate", or None if it is not finite.
 
     A method that sends nothing has epsilon 0.
     """

@@ -39,7 +39,7 @@ _SLICES = ("dynamic_slice", "gather", "slice")
 
 
 class Traffic(NamedTuple):
-    """Bytes of one client."""
+    """Bytes that one client sends and receives."""
 
     up: int
     """Bytes that a participant sends in a round."""
@@ -80,7 +80,10 @@ def traffic(algorithm: Algorithm, clients: Clients) -> Traffic:
 
 
 def traffic_by_point(algorithms: Sequence[Algorithm], clients: Clients) -> list[Traffic]:
-    """Return the bytes of one client for each point of a sweep, whose points differ in numbers."""
+    """Return the `traffic` of each point of a sweep.
+
+    The points differ only in numbers, so the shapes of the first hold for all.
+    """
     first = algorithms[0]
     if not first.mechanism.communicates:
         return [Traffic(0, 0, 0)] * len(algorithms)
@@ -101,7 +104,13 @@ def _whole_bytes(bits: float | int) -> int:
 
 
 def _bits_sent(algorithm: Algorithm, message: Message, clients: int) -> float | int:
-    """Return the bits of a client's contribution."""
+    """Return the bits that a client sends in a round.
+
+    Args:
+        algorithm: The method.
+        message: Shapes of the client's message.
+        clients: Number of all clients.
+    """
     mechanism = algorithm.mechanism
 
     def contribution(message: Message) -> Tree:
@@ -146,7 +155,7 @@ def _bits_read(program: core.Jaxpr, count: int) -> int:
 
 
 def _bits_of(program: core.Jaxpr, array: core.Var) -> int:
-    """Return the bits of an array, or of its parts if a program reads nothing but slices."""
+    """Return the bits of an input of a program, or of its slices if it reads nothing else of it."""
     whole = _bits(array.aval)
     if any(array is out for out in program.outvars):
         return whole

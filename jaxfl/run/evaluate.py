@@ -33,24 +33,27 @@ from jaxfl.run.trained import shared_params
 from jaxfl.types import Algorithm, Clients, Message, Tree
 
 _CLIENTS_AT_ONCE = 32
-"""Clients vectorised at a time on accelerators. A single evaluation is not worth a measurement."""
+"""Chunk in place of "auto", because measuring takes longer than a single evaluation."""
 
 
 def _check_tested(name: str, value: Any) -> Clients | Dataset:
-    """Require clients, or the examples of a central test set."""
+    """Require clients, or a central test set, and return `Clients` or a `Dataset`."""
     if isinstance(value, Dataset | tuple) and not isinstance(value, Clients):
         return check_data(name, value)
     return check_clients(name, value)
 
 
 class _Evaluation(NamedTuple):
-    """What an evaluation computes its scores from."""
+    """Arguments from which an evaluation computes its scores."""
 
     method: Algorithm
     server: Tree
     states: Tree
+    """States of the clients. None makes first states."""
     key: Key[Array, ""]
+    """Key of the run."""
     rounds: int
+    """Number of rounds of the run."""
     frozen: Tree = None
     """Frozen weights. None stands for those of the method's model."""
 
@@ -212,7 +215,7 @@ def _are_same_clients(clients: Clients, others: Clients) -> bool:
 
 
 def _check_states(evaluation: _Evaluation, tested: Clients) -> None:
-    """Require states of server and clients that fit the method."""
+    """Require states of server and clients that have the shapes of the method's `init`."""
     first_server, first_states = check_evaluation(evaluation.method, tested)
     check_state("server", evaluation.server, first_server)
     if evaluation.states is not None:
@@ -257,7 +260,8 @@ def scores_of(
         server: State of the server, with a leading axis P for points.
         clients: All clients of the run.
         rounds: Number of rounds of the run.
-        states: States of the clients, with a leading axis P for points. None makes first states.
+        states: States of the clients, with a leading axis P for points. None makes first states
+            from the key.
         chunk: Number of clients vectorised at a time on each device, as in `evaluate`.
         devices: Devices that compute the scores. None stands for all devices.
         frozen: Frozen weights. None stands for those of the method's model.

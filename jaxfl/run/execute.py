@@ -30,7 +30,7 @@ from jaxfl.run.recorder import EvaluationSchedule, Journal, Result
 from jaxfl.run.trained import Origin
 
 _PICTURES = 20
-"""Number of points of a sweep up to which each has a picture. One takes a third of a second."""
+"""Largest number of points that each have a picture. A picture takes a third of a second."""
 
 
 def execute(
@@ -46,6 +46,9 @@ def execute(
         lock: Lock of the run's folder.
         folders: Folder of the reports of the run, or of each point. None writes nothing.
         callbacks: Callbacks of the run.
+
+    Returns:
+        The result of the run, or of each point.
     """
     settings = plan.settings
     _prepare(plan, lock, folders)
@@ -60,7 +63,7 @@ def execute(
 
 
 def _finish(loop: Loop, callbacks: Sequence[Callback], shown: bool) -> list[Result]:
-    """Run a loop to its end, and write the reports even if an error stops the loop."""
+    """Run a loop to its end, and return each run's result. An error leaves reports too."""
     plan = loop.plan
     settings = plan.settings
     watch = Watch(
@@ -138,7 +141,7 @@ def _begun(plan: RunPlan, lock: Lock, folders: Sequence[pathlib.Path | None]) ->
 
 
 def _engine(plan: RunPlan, keys: Keys, folder: pathlib.Path | None) -> Engine:
-    """Return the engine of a plan, with the client states where the plan puts them."""
+    """Return the engine of a plan. Client states lie on the devices, or in files for "host"."""
     settings = plan.settings
     method = plan.method
     init_key, _, _ = plan.keys
@@ -151,7 +154,7 @@ def _engine(plan: RunPlan, keys: Keys, folder: pathlib.Path | None) -> Engine:
 
 
 def _central(plan: RunPlan) -> Central | None:
-    """Return the central test set of a plan, if it has one."""
+    """Return the central test set of a plan, or None if it has none."""
     settings = plan.settings
     if settings.central is None:
         return None
@@ -202,7 +205,12 @@ def _resume(loop: Loop, checkpoints: Checkpoints, lock: Lock) -> None:
 
 
 def _resume_note(done: int, newest: str) -> str:
-    """Return the note of an error that ends a run with a folder."""
+    """Return the note that an error gets which ends a run with a folder.
+
+    Args:
+        done: Number of finished rounds.
+        newest: Name of the last checkpoint.
+    """
     note = f"stopped after round {done}; the last checkpoint is {newest}"
     if jax.process_count() == 1:
         return note

@@ -29,19 +29,19 @@ _HASHED_FUNCTIONS = ("init", "client_update", "server_update", "personalize")
 """Functions of an algorithm, each of which has a hash of its own."""
 
 _CONSTANTS = "constants"
-"""Code of the constants of all programs."""
+"""Code of the fact that has the hash of the constants of all programs."""
 
 _PROGRAMS = (_CONSTANTS, "round", "evaluation")
-"""Hashes that follow from others. Messages name them only if nothing else differs."""
+"""Codes of hashes that follow from other facts. Messages name them if nothing else differs."""
 
 _VERSIONED_PACKAGES = ("jaxfl", "jax", "jaxlib")
 """Packages whose version affects results."""
 
 _LONG = 16
-"""Number of entries above which a hash represents an array."""
+"""Largest number of entries of an array that facts hold in full. A longer array has a hash."""
 
 FORMAT = 3
-"""Version of the facts. Facts are compared only with facts of the same version.
+"""Version of the facts, which is the fact `format`. Runs of different versions differ.
 
 Version 2 hashed the clients' rows without padding. Version 3 named facts by codes.
 """
@@ -56,7 +56,7 @@ Facts = dict[str, Any]
 def marked(method: Any) -> Any:
     """Return the algorithm or points with functions that leave their names in traces.
 
-    Equal methods give the same object, so that JAX recognises its functions.
+    Equal methods give the same object, so that JAX finds its functions in its cache.
     """
     first = first_made(method)
     return remembered(("marked", key_of_method(first)), lambda: _marked(first))
@@ -70,7 +70,7 @@ def _marked(method: Any) -> Any:
 
 
 def start(method: Algorithm | Points, clients: Clients, key: Key[jax.Array, "*P"]) -> Any:
-    """Return the traced program that makes the first states, one point at a time."""
+    """Return the jaxpr of the program that makes the first states, one point at a time."""
     if isinstance(method, Points):
         method = method._replace(batch=None)
 
@@ -83,9 +83,10 @@ def start(method: Algorithm | Points, clients: Clients, key: Key[jax.Array, "*P"
 
 
 def of_programs(programs: Mapping[str, Sequence[Any]]) -> Facts:
-    """Return hashes of traced programs, and of each of the algorithm's functions in them.
+    """Return hashes of each of the algorithm's functions, of the rest of "round" and "evaluation".
 
-    The hashes do not cover computation outside JAX (`jax.pure_callback`).
+    A further hash covers all constants. No hash covers computation outside JAX
+    (`jax.pure_callback`).
 
     Args:
         programs: Closed jaxprs of a `marked` method, by "init", "round" and "evaluation".
@@ -99,7 +100,7 @@ def of_programs(programs: Mapping[str, Sequence[Any]]) -> Facts:
 
 
 def of_clients(clients: Clients) -> Facts:
-    """Return hashes of the clients' arrays. Two runs may differ in the padding of their rows."""
+    """Return the number of clients and hashes of their arrays. Padding of rows does not count."""
     train = packed(clients.train, np.asarray(clients.train_size))
     test = packed(clients.test, np.asarray(clients.test_size))
     arrays = clients._asdict() | {"train": train.flat, "test": test.flat}
@@ -107,12 +108,17 @@ def of_clients(clients: Clients) -> Facts:
 
 
 def of_arrays(name: str, arrays: Mapping[str, Any]) -> Facts:
-    """Return hashes of some arrays."""
+    """Return a hash of each array, under the code `name.part`.
+
+    Args:
+        name: First part of the codes.
+        arrays: Arrays by the second part of their codes.
+    """
     return {f"{name}.{part}": {"sha256": _of_array(array)} for part, array in arrays.items()}
 
 
 def of_frozen(model: Model) -> Facts:
-    """Return a hash of the frozen weights, if the model has any.
+    """Return a hash of the frozen weights, or no facts if the model has none.
 
     The programs take frozen weights as an argument, so that their own hashes do not cover them.
     """
@@ -136,9 +142,10 @@ def of_terms(name: str, terms: Terms) -> Facts:
 
 
 def of_value(name: str, value: Any) -> Facts:
-    """Return all numbers of a mechanism or of private steps, by field.
+    """Return all numbers and texts of a mechanism or of private steps, by field.
 
-    Functions have no facts, because they are part of the programs.
+    The codes are `name.field`, and a hash stands for an array of more than 16 entries. Functions
+    have no facts, because they are part of the programs.
     """
     fields = None
     if dataclasses.is_dataclass(value):
@@ -173,12 +180,12 @@ def of_versions(mesh: Mesh) -> Facts:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that affect results."""
+    """Return the versions of the packages that affect results, by name of the package."""
     return {name: _version(name) for name in _VERSIONED_PACKAGES}
 
 
 def differences(stored: Facts, current: Facts) -> list[str]:
-    """Return the facts that differ, in words, with the current value last.
+    """Return a text for each fact that differs, with the stored value before the current one.
 
     Programs are named only if nothing else differs, because they follow from the other facts.
     """
@@ -187,9 +194,9 @@ def differences(stored: Facts, current: Facts) -> list[str]:
 
 
 def how_to_resume(stored: Facts, current: Facts) -> str:
-    """Return a sentence on how to resume the stored run, or nothing if it cannot be resumed.
+    """Return a sentence on how to resume the stored run, or "" if it cannot be resumed.
 
-    It can if only its length differs, or only versions and devices.
+    A run can be resumed if only its length differs, or only versions and devices.
     """
     names = set(_differing(stored, current))
     if "rounds" in names and names <= {"rounds", "evaluations"}:
@@ -206,7 +213,7 @@ def how_to_resume(stored: Facts, current: Facts) -> str:
 
 
 def _on_devices(num_devices: int, split: bool) -> str:
-    """Return how to run on a number of devices.
+    """Return in words how to run on a number of devices.
 
     Args:
         num_devices: Number of devices.
@@ -221,7 +228,7 @@ def _on_devices(num_devices: int, split: bool) -> str:
 
 
 def _differing(stored: Facts, current: Facts) -> list[str]:
-    """Return the names of facts that differ, without facts that follow from others."""
+    """Return the codes of facts that differ, without facts that follow from others."""
     # Some facts have the value None, so None cannot stand for a missing fact.
     missing = object()
     causes: list[str] = []
@@ -275,7 +282,7 @@ def _of_array(value: Any) -> str:
 
 
 def _of_jaxpr(jaxpr: Any, consts: Any, parts: dict[str, Any] | None) -> str:
-    """Return the hash of a program, or of what belongs to none of its named parts.
+    """Return the hash of a program, or of the operations that belong to none of its named parts.
 
     Variables are numbered in the order in which they appear. Each part has its own numbers, so that
     its hash does not depend on other parts.
@@ -328,7 +335,12 @@ def _part(eqn: Any) -> str | None:
 
 
 def _of_value(value: Any, parts: dict[str, Any] | None) -> str:
-    """Return a text with everything in a parameter or constant that affects a result."""
+    """Return a text with everything in a parameter or constant that affects a result.
+
+    Args:
+        value: The parameter or constant.
+        parts: Hashes by name for programs inside the value, as in `_of_jaxpr`.
+    """
     match value:
         case core.ClosedJaxpr():
             return _of_jaxpr(value.jaxpr, value.consts, parts)

@@ -43,7 +43,7 @@ def configure() -> None:
 
 @functools.cache
 def _advise() -> None:
-    """Log once what `configure` would gain, where JAX uses one device for several cores."""
+    """Log once per process that `configure` would use more cores, if JAX uses only one of them."""
     if jax.default_backend() != "cpu" or count_is_set() or cores() == 1:
         return
     _LOG.warning(
@@ -54,7 +54,9 @@ def _advise() -> None:
 
 
 def under_own_flags(run: Callable) -> Callable:
-    """Set the flags that programs need, so that a run's results do not depend on the caller's.
+    """Wrap a function so that it runs under the flags of JAX that programs need.
+
+    A run's results then do not depend on the caller's flags.
 
     Numbers have 32 bits and are promoted in the standard way, and a seed gives the bits that JAX
     draws by default. A run is one compiled program, which moves its own arrays. Neither
@@ -83,6 +85,6 @@ def under_own_flags(run: Callable) -> Callable:
 
 @contextlib.contextmanager
 def scores_may_be_undefined() -> Iterator[None]:
-    """Allow undefined scores, for which `jax_debug_nans` and `jax_debug_infs` raise errors."""
+    """Turn `jax_debug_nans` and `jax_debug_infs` off in the block, because scores may be NaN."""
     with jax.debug_nans(False), jax.debug_infs(False):
         yield

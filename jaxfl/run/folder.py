@@ -30,7 +30,7 @@ from jaxfl.report.layout import (
 def run_folder(root: str | os.PathLike, method: str, config: Any, seed: int) -> pathlib.Path:
     """Create `<root>/<method>/<hash>/seed=<n>/` with `config.json`, and return its path.
 
-    The hash is the hash of the configuration without the seed.
+    The hash has ten hexadecimal digits, and is that of method and configuration without the seed.
 
     Args:
         root: Folder of all runs.
@@ -73,7 +73,7 @@ def check_names(folder: pathlib.Path, runs: Sequence[pathlib.Path]) -> None:
 
     Raises:
         ValueError: A link or a file has the name of a folder, a folder has the name of a file, or
-            no run has written a file with the name of a report.
+            a file that no run has written has the name of a report.
     """
     folders = [folder / CHECKPOINTS, folder / STATES, *(run for run in runs if run != folder)]
     for path in folders:
@@ -120,7 +120,10 @@ def clear(folder: pathlib.Path, points: bool) -> None:
 
 
 def _as_json(value: Any) -> Any:
-    """Return a value that JSON lacks as JSON, so that configurations that differ look different."""
+    """Return a JSON value for a value of another type. Different values stay different.
+
+    An array of more than 1000 entries becomes a hash. Unknown types raise a ValueError.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         return {"type": type(value).__name__} | fields

@@ -21,7 +21,7 @@ class Health(Follower):
     """Warnings about what is not finite, which may also end a single run.
 
     Args:
-        watch: What decides on the warnings.
+        watch: Object that decides on the warnings.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -29,13 +29,17 @@ class Health(Follower):
         self._weights: list = []
 
     def begin(self, loop: Loop) -> None:
-        """Keep the first weights until the first round is done."""
+        """Keep the weights before the first round, unless the run resumes or has more processes."""
         if loop.done == 0 and jax.process_count() == 1:
             # The first call of the rounds donates the weights, so this line reads them before.
             self._weights = loop.models()
 
     def after_rounds(self, loop: Loop, count: int, seconds: float) -> None:
-        """Warn about dropped updates, and about a first round whose clients send weights."""
+        """Warn about dropped updates, and about a first round whose clients send weights.
+
+        Raise a FloatingPointError before an evaluation if no update of a single run counts any
+        more.
+        """
         previous = loop.previous_evaluation
         self.watch.dropped(loop.records, previous, loop.done)
         if self._weights and loop.done == 1:
@@ -96,12 +100,12 @@ class Bar(Follower):
         self._rate = math.nan
 
     def compiling(self, loop: Loop) -> None:
-        """Show what takes a while before the first round."""
+        """Show that the chunk is measured, or that the program compiles."""
         measured = loop.engine.chunk == "auto"
         self.update(loop.done, "measuring the chunk" if measured else "compiling")
 
     def after_rounds(self, loop: Loop, count: int, seconds: float) -> None:
-        """Measure the clients per second."""
+        """Measure how many clients trained per second in the last `count` rounds."""
         last = slice(loop.done - count, loop.done)
         trained = sum(records.info["participants"][last].sum() for records in loop.records)
         self._rate = trained / seconds

@@ -18,7 +18,7 @@ from jaxfl.types import Algorithm, Clients, Lists
 _LOG = logging.getLogger("jaxfl")
 
 _SHARE = 0.1
-"""Share of the updates since an evaluation above which dropped updates cause a warning at once."""
+"""Share of dropped updates, since an evaluation, above which a run warns before its end."""
 
 _CLIPPED_ROUNDS = 3
 """Least number of rounds after which a run warns that all updates were clipped."""
@@ -27,10 +27,10 @@ _Flat: TypeAlias = np.ndarray | None
 """Weights as a flat vector, or None if the server's state holds none."""
 
 _FEW = 50
-"""Number of weights below which a step may have any direction by chance."""
+"""Number of weights below which a step's direction says nothing, because it may be chance."""
 
 _NEAR = 0.5, 2.0
-"""Limits of an update's norm over the weights' norm between which it may consist of weights."""
+"""Range of an update's norm, divided by that of the weights, in which it may consist of weights."""
 
 _ALONG = 0.7
 """Cosine between a server's step and its weights above which clients may have sent weights."""
@@ -146,7 +146,7 @@ class Watch:
     def end(self, records: Sequence[Records]) -> None:
         """Warn about all updates that were dropped, and about runs whose updates were all clipped.
 
-        Each point's `metrics.jsonl` has its own numbers.
+        The warnings count over all points. Each point's `metrics.jsonl` has its own numbers.
         """
         if norms := [norm for record in records if (norm := _norm_if_all_clipped(record))]:
             length = "" if self.public else f" (mean norm {np.mean(norms):.3g})"
@@ -190,7 +190,7 @@ class Watch:
         return owners(clients.train, clients.train_size), owners(clients.test, clients.test_size)
 
     def _stuck(self, records: Records, recent: Records, done: int) -> bool:
-        """Return whether all recent updates were dropped, and no later update can count.
+        """Return whether all recent updates were dropped, and no later update can be finite.
 
         Args:
             records: Records of all rounds.
@@ -212,7 +212,12 @@ class Watch:
         return bool((took_part & ~broken).any() or nobody_else)
 
     def _dropped(self, records: Sequence[Records], start: int) -> str:
-        """Return the number of dropped updates, the causes and the remedies as text."""
+        """Return the number of dropped updates, the causes and the remedies as text.
+
+        Args:
+            records: Records of the rounds, of each run.
+            start: Round before the first of these rounds, for the text.
+        """
         dropped, participations = _count(records)
         broken, _ = self.broken_data
         theirs = sum(int(record.ledger.participants[:, broken].sum()) for record in records)
@@ -227,7 +232,7 @@ class Watch:
         return f"{count}{since} were not finite and were dropped: {'; '.join(causes)}"
 
     def _names(self, mask: Bool[np.ndarray, "C"]) -> str:
-        """Return the first few clients of a mask, in brackets."""
+        """Return the numbers of a mask's first five clients, in brackets, or "" if public."""
         if self.public:
             return ""
         clients = np.flatnonzero(mask)
@@ -241,7 +246,10 @@ class Watch:
 
 
 def _norm_if_all_clipped(record: Records) -> float:
-    """Return the mean norm of the updates if all were clipped in all rounds, and otherwise 0."""
+    """Return the mean L2 norm of the updates if all were clipped in all rounds, and otherwise 0.
+
+    It is also 0 before the third round with participants.
+    """
     ran = record.info["participants"] > 0
     clipped = record.info.get("clipped")
     # A share is a mean in single precision, so a share of 1 may come out a little smaller.
@@ -251,10 +259,9 @@ def _norm_if_all_clipped(record: Records) -> float:
 
 
 def _like_weights(old: np.ndarray, new: np.ndarray, length: Any) -> bool:
-    """Return whether updates look like weights.
+    """Return whether updates look like weights, because the server moved along its weights.
 
-    A difference made by training is nearly orthogonal to the weights, because these have many
-    dimensions.
+    A difference made by training is nearly orthogonal to the weights, which have many dimensions.
 
     Args:
         old: Weights before the first round.
@@ -273,7 +280,7 @@ def _like_weights(old: np.ndarray, new: np.ndarray, length: Any) -> bool:
 
 
 def remedy(algorithms: Sequence[Algorithm], clients: Clients) -> str:
-    """Return advice against models that diverge."""
+    """Return advice against models that diverge, as a text without a full stop."""
     noisy = any(method.mechanism.noisy or method.dp_sgd is not None for method in algorithms)
     rate = "lower the learning rate, or clip updates"
     if noisy:
@@ -291,7 +298,7 @@ def remedy(algorithms: Sequence[Algorithm], clients: Clients) -> str:
 
 
 def _count(records: Sequence[Records]) -> tuple[int, int]:
-    """Return the number of dropped updates, and the number of all updates."""
+    """Return the number of dropped updates, and the number of all updates, over all records."""
     dropped = sum(int(record.nonfinite.sum()) for record in records)
     participations = sum(
         # A sum in single precision is not exact beyond 2^24 updates.

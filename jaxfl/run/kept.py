@@ -19,6 +19,9 @@ def check_kept(stateful: bool, states: str) -> None:
     Args:
         stateful: Whether clients keep a state between rounds.
         states: Place of the client states (see `simulate`).
+
+    Raises:
+        ValueError: Client states lie on the host, or several processes share the run.
     """
     if stateful and states == "host":
         raise ValueError(
@@ -37,7 +40,7 @@ class Best(NamedTuple):
     """States after the best evaluation so far, as a checkpoint holds them."""
 
     score: Float[np.ndarray, "1"]
-    """Score of the evaluation, for which higher is better."""
+    """Score of the evaluation, negative for a metric that is better if lower."""
     round: Int[np.ndarray, "1"]
     """Number of rounds before the evaluation, or 0 before the first known score."""
     server: Tree
@@ -63,7 +66,7 @@ class BestModels:
         self.kept = self.blank()
 
     def blank(self) -> list[Best]:
-        """Return arrays of the shapes of `kept`, for runs that have no score yet."""
+        """Return each run's `Best` without a score: zeros for states, and minus infinity."""
         return [_without_score(server, states) for server, states in self._first]
 
     def better(self, rows: Sequence[dict[str, Any]]) -> list[int]:
@@ -72,7 +75,7 @@ class BestModels:
         return [i for i, score in enumerate(scores) if score > self.kept[i].score[0]]
 
     def keep(self, index: int, row: dict[str, Any], server: Tree, states: Tree) -> None:
-        """Keep the states of a run after the evaluation of its newest row."""
+        """Replace the kept states of the run `index` by those after the evaluation of `row`."""
         score = np.array([self._score(row)], np.float32)
         self.kept[index] = Best(score, np.array([row["round"]], np.int32), server, states)
 
@@ -90,12 +93,12 @@ class BestModels:
 
 
 def _without_score(server: Tree, states: Tree) -> Best:
-    """Return arrays of the shapes of some states, for a run without a score."""
+    """Return zeros with the shapes of some states, and minus infinity as their score."""
     zeros = jax.tree.map(lambda leaf: np.zeros_like(np.asarray(leaf)), (server, states))
     return Best(np.full(1, -np.inf, np.float32), np.zeros(1, np.int32), *zeros)
 
 
 def _as_snapshot(best: Best) -> Snapshot | None:
-    """Return the best states, or None if no score was known."""
+    """Return a run's best states, or None if no score was known."""
     rounds = int(best.round[0])
     return Snapshot(best.server, best.states, rounds, chosen=True) if rounds else None

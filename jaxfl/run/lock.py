@@ -29,10 +29,10 @@ _SIGNED = re.compile(rb"process [0-9]+ on [^\n]*\n")
 class Lock:
     """Lock of a folder that a run uses, which the system releases however the process ends.
 
-    The first of several processes of one run holds the lock for all of them. The file stays, so
-    that its name is safe to reuse. While the folder is in use, the file names the process. A shared
-    lock writes nothing, so nothing is locked if there is no file to open. On a file system without
-    locks nothing is locked either.
+    The first of several processes of one run holds the lock for all of them. The lock file (`LOCK`)
+    stays in the folder, so that its name is safe to reuse. While a run holds the exclusive lock,
+    the file names its process. A shared lock writes nothing, so nothing is locked if there is no
+    file to open. On a file system without locks nothing is locked either.
 
     Args:
         folder: Folder of the run. None locks nothing.
@@ -56,7 +56,7 @@ class Lock:
         processes.by_first(lambda: self._take(shared))
 
     def close(self) -> None:
-        """Release the folder's lock, and empty the file that names the process."""
+        """Release the folder's lock, if this object holds it, and empty the lock file."""
         if self._file is None:
             return
         # The lock is still held here, so that the file cannot have the next owner's name yet.
@@ -106,7 +106,11 @@ class Lock:
             self._sign()
 
     def _sign(self) -> None:
-        """Write the name of this process into the file, unless another program wrote the file."""
+        """Write the number and the machine of this process into the lock file.
+
+        Raises:
+            ValueError: Another program wrote the file, or it has hard links.
+        """
         assert self._file is not None
         found = self._text()
         linked = os.fstat(self._file).st_nlink > 1
@@ -128,6 +132,6 @@ class Lock:
         self._signed = True
 
     def _text(self) -> bytes:
-        """Return the first 1000 bytes of the file."""
+        """Return the first 1000 bytes of the lock file."""
         assert self._file is not None
         return os.pread(self._file, 1000, 0)

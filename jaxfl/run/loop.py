@@ -25,7 +25,7 @@ from jaxfl.run.recorder import EvaluationSchedule, Journal, Recorded
 from jaxfl.types import Tree
 
 _SEGMENT_SECONDS = 10.0
-"""Duration of the rounds of one call, in seconds, which progress and signals have to wait for."""
+"""Seconds that the rounds of one call may take, because progress and signals wait for them."""
 
 SEGMENT_ROUNDS = 16
 """Maximum number of rounds of one call.
@@ -35,7 +35,7 @@ It is a constant, so that the length of a run does not change the compiled progr
 
 
 class Follower:
-    """Base class of what follows a loop. Its hooks do nothing."""
+    """Base class of objects whose hooks a loop calls. Its own hooks do nothing."""
 
     def begin(self, loop: "Loop") -> None:
         """React to a loop that starts, or resumes."""
@@ -44,13 +44,13 @@ class Follower:
         """React to a loop that compiles its rounds, which may take a while."""
 
     def after_rounds(self, loop: "Loop", count: int, seconds: float) -> None:
-        """React to the last `count` rounds, which took some seconds and are recorded."""
+        """React to the last `count` rounds, which took `seconds` and are recorded."""
 
     def after_evaluation(self, loop: "Loop", scores: Sequence[PerClient]) -> None:
-        """React to each run's scores of all clients, which are recorded."""
+        """React to the scores of all clients, by run or point, which are recorded."""
 
     def after_segment(self, loop: "Loop") -> None:
-        """React to a finished call, after the evaluation that may follow it."""
+        """React to a finished call of the rounds, after the evaluation that may follow it."""
 
 
 class Loop:
@@ -83,7 +83,7 @@ class Loop:
         # were dropped.
         self.keeps_states = plan.schedule(engine).states
         self.done = 0
-        """Number of rounds so far."""
+        """Number of finished rounds."""
         self.restored = 0
         """Number of these rounds that were read from the folder."""
         self.saved = 0
@@ -99,7 +99,7 @@ class Loop:
 
     @property
     def finished(self) -> bool:
-        """Whether all rounds are done."""
+        """Whether all planned rounds are done, which is False if a follower ended the run early."""
         return self.done == self.plan.settings.rounds
 
     @property
@@ -109,7 +109,7 @@ class Loop:
 
     @property
     def previous_evaluation(self) -> int:
-        """Round of the last evaluation before the current round, or 0."""
+        """Round of the last evaluation before round `done`, or 0."""
         index = bisect.bisect_left(self.evaluations, self.done)
         return self.evaluations[index - 1] if index else 0
 
@@ -122,11 +122,13 @@ class Loop:
         """Run, evaluate and save until all rounds are done, or until a follower ends the run.
 
         Args:
-            followers: What follows the loop, in the order in which it is called.
-            asked: Function that returns the number of a signal, or 0 before the first one.
+            followers: Followers of the loop, in the order of their calls.
+            asked: Function that returns the number of the first signal, or 0 before it.
 
         Raises:
             KeyboardInterrupt: A signal asked the run to stop.
+            FloatingPointError: The server's state of a single run is not finite, or a follower
+                raised the error.
         """
         for follower in followers:
             follower.begin(self)
@@ -171,7 +173,11 @@ class Loop:
         return self.program
 
     def _begin_again(self, chunk: int) -> None:
-        """Return to the last checkpoint, or to the start, because a failed call loses its state."""
+        """Return to the last checkpoint, or to the start, because a failed call loses its state.
+
+        Args:
+            chunk: Chunk of the program that is compiled next.
+        """
         self.program = None
         self.engine.begin(chunk)
         for journal in self.journals:
@@ -210,7 +216,7 @@ class Loop:
         return scores
 
     def _keep_best(self, best: BestModels) -> None:
-        """Keep the states of the runs whose last evaluation is their best one."""
+        """Copy the states of the runs whose last evaluation is their best one into `best`."""
         rows = [journal.metrics[-1] for journal in self.journals]
         better = best.better(rows)
         if not better:
@@ -255,7 +261,7 @@ class Loop:
             journal.restore(recorded, done, schedule)
 
     def _blank(self, schedule: EvaluationSchedule) -> dict[str, Tree]:
-        """Return a state with the shapes of a checkpoint that was made by this plan."""
+        """Return a state with the shapes of this plan's checkpoints, into which one is read."""
         return self._state(schedule, [journal.blank(schedule) for journal in self.journals])
 
     def _state(self, schedule: EvaluationSchedule, recorded: list[Recorded]) -> dict[str, Tree]:
@@ -285,7 +291,7 @@ class Loop:
         return f"stopped after round {self.done} of {self.plan.settings.rounds}; {again}"
 
     def models(self) -> list[np.ndarray | None]:
-        """Return each run's model, on the host, or None if the server's state holds none."""
+        """Return each run's model as a vector on the host, or None if the server holds no model."""
         return [model_in(server, self.plan.update) for server in self._servers()]
 
     def _servers(self) -> list[Tree]:
@@ -293,13 +299,13 @@ class Loop:
         return self.plan.split(jax.device_get(self.engine.center.server))
 
     def states(self) -> list[Tree]:
-        """Return each run's client states, which are empty trees if they need not stay."""
+        """Return each run's client states, or empty trees if the run does not keep them."""
         if self.keeps_states:
             return self.plan.split(self.engine.all_states())
         return [()] * len(self.journals)
 
     def centers(self) -> list[Center]:
-        """Return each run's part of the shared state, on the devices."""
+        """Return each run's `Center`, the state of server and mechanism, on the devices."""
         center = self.engine.center
         if self.plan.points is None or jax.process_count() > 1:
             return self.plan.split(center)
@@ -310,7 +316,7 @@ class Loop:
     def canary_scores(self) -> list[Scores | None]:
         """Return each run's canary scores, on the host.
 
-        They are None without an audit, and if an error has deleted the scores.
+        They are None without an audit, or if an error has deleted the arrays.
         """
         center = self.engine.center
         audited = self.plan.settings.audit is not None

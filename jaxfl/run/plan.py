@@ -26,7 +26,7 @@ from jaxfl.types import Algorithm, Clients, Tree
 
 
 class Settings(NamedTuple):
-    """Settings of `simulate` and `sweep` with their defaults, without methods and clients."""
+    """Settings of `simulate` and `sweep`, whose arguments of these names describe them."""
 
     rounds: int
     states: Literal["device", "host"] = "device"
@@ -47,7 +47,7 @@ class Settings(NamedTuple):
 
     @property
     def streams(self) -> Streams:
-        """Sources of the run's randomness."""
+        """Rule by which cohorts, noise and local draws follow from key or secret bits."""
         return Streams(self.secret_noise, self.paired_noise, self.numbers)
 
     @property
@@ -58,7 +58,7 @@ class Settings(NamedTuple):
 
     @property
     def first_chunk(self) -> int | Literal["auto"]:
-        """Number of clients vectorised at a time, unless they do not fit in memory."""
+        """Chunk with which the run starts, or "auto". It is halved if memory does not suffice."""
         return of_devices(self.devices).chunk if self.chunk is None else self.chunk
 
 
@@ -93,7 +93,7 @@ class RunPlan:
         return jax.vmap(work) if self.points else work
 
     def split(self, tree: Tree) -> list[Tree]:
-        """Return the part of each run, as a list of trees."""
+        """Return each run's part of a tree: the tree of a single run, or entry p for point p."""
         if self.points is None:
             return [tree]
         count = len(self.algorithms)
@@ -106,7 +106,10 @@ class RunPlan:
         return EvaluationSchedule(settings.rounds, settings.evaluations, keeps)
 
     def facts(self, engine: Engine) -> fingerprint.Facts:
-        """Return the facts that identify the run (see `jaxfl.run.fingerprint`)."""
+        """Return the facts that identify the run, without rounds and random streams.
+
+        `jaxfl.run.fingerprint` describes facts.
+        """
         first = self.algorithms[0]
         facts: fingerprint.Facts = {
             "method": first.name,
@@ -122,7 +125,7 @@ class RunPlan:
         return facts | self._facts_of_programs(engine)
 
     def _facts_of_programs(self, engine: Engine) -> fingerprint.Facts:
-        """Return hashes of the programs, which a process computes once for equal methods."""
+        """Return hashes of the programs, which a process caches for equal methods."""
         init_key, _, eval_key = self.keys
         population = engine.population
 
@@ -156,7 +159,8 @@ def make_plan(
         settings: Settings of the run.
 
     Raises:
-        ValueError: A method does not fit the clients (see `check_algorithm`).
+        ValueError: A method does not fit the clients (see `check_algorithm`), or its mechanism
+            supports neither the audit nor the dropouts of the settings.
     """
     drops = functools.partial(_with_dropouts, settings=settings)
     algorithms, points = _changed(drops, algorithms, points)
@@ -177,7 +181,7 @@ def make_plan(
 def _changed(
     change: Callable[[Algorithm], Algorithm], algorithms: Sequence[Algorithm], points: Points | None
 ) -> tuple[tuple[Algorithm, ...], Points | None]:
-    """Return the changed methods, and points that build the changed methods."""
+    """Return the changed methods, and points that build them. None stays None."""
     changed = tuple(map(change, algorithms))
     # A method that needs no change keeps its builder, and with it the traces of earlier runs.
     same = all(new is old for new, old in zip(changed, algorithms, strict=True))
@@ -188,7 +192,7 @@ def _changed(
 
 
 def _with_canaries(algorithm: Algorithm, canaries: Canaries) -> Algorithm:
-    """Return the method with canaries."""
+    """Return the method with canaries, or raise a ValueError if its mechanism allows no audit."""
     check_audit(algorithm.mechanism)
     return algorithm._replace(audit=canaries)
 
@@ -197,7 +201,8 @@ def _with_dropouts(algorithm: Algorithm, settings: Settings) -> Algorithm:
     """Return the method with clients that drop out, or the method itself if none does.
 
     Raises:
-        ValueError: The report is that of the plan, whose epsilon dropouts can exceed.
+        ValueError: The report is public and the mechanism is `Skellam`. The epsilon of the plan,
+            which a public report shows, can be too small if clients drop out.
     """
     mechanism = with_dropouts(algorithm.mechanism, settings.availability)
     if mechanism is algorithm.mechanism:

@@ -51,12 +51,15 @@ class Streams(NamedTuple):
     secret: bool
     """Whether cohorts and noise come from fresh bits of the system."""
     paired: bool = False
-    """Whether points of the same key have the same cohorts and noise, and with secret bits all."""
+    """Whether points of one key share cohorts and noise. With secret bits all points share them."""
     numbers: tuple[int, ...] | None = None
-    """Number of each point among the points of its key. None numbers them in their order."""
+    """Number of each point among the points of its key, from 0. None numbers them in order."""
 
     def bits(self, key: Key[Array, "*P"], folder: pathlib.Path | None) -> "SecretBits":
-        """Return the secret bits of one run, or of each point, read from the folder or drawn."""
+        """Return the secret bits of one run, or of each point, read from the folder or drawn.
+
+        Paired points share the bits of one run. Without `secret` there are no bits.
+        """
         if not self.secret:
             count = 0
         elif self.paired:
@@ -67,7 +70,7 @@ class Streams(NamedTuple):
         return SecretBits(count, path)
 
     def keys(self, key: Key[Array, "*P"], bits: "SecretBits") -> Keys:
-        """Return the streams of one run, or of each point."""
+        """Return the streams of one run, or of each point, which follow from key and bits."""
         if not self.secret:
             shared = self.paired or not key.ndim
             own = key if shared else _separated(key, self.numbers)
@@ -78,7 +81,10 @@ class Streams(NamedTuple):
         return Keys(key, noise, noise)
 
     def describe(self, key: Key[Array, "*P"]) -> dict[str, Any]:
-        """Return what a privacy statement says about the randomness."""
+        """Return the privacy statement's entries `randomness` ("secret" or "seed") and `paired`.
+
+        `paired` is True only if some points do share noise.
+        """
         equal = key.ndim > 0 and len(np.unique(jax.random.key_data(key), axis=0)) < len(key)
         source = "secret" if self.secret else "seed"
         # Paired points have the same secret bits, whatever their keys.
@@ -86,7 +92,7 @@ class Streams(NamedTuple):
         return {"randomness": source, "paired": self.paired and shared}
 
     def facts(self, keys: Keys) -> fingerprint.Facts:
-        """Return facts that distinguish runs of one key. A hash stands for the secret key."""
+        """Return facts that distinguish runs of one key. Hashes stand for keys of noise."""
         secret = fingerprint.of_key(keys.noise)["key"] if self.secret else None
         facts: fingerprint.Facts = {"noise_key": secret, "paired_noise": self.paired}
         if keys.clients.ndim and not self.secret and not self.paired:
@@ -106,7 +112,11 @@ def _separated(key: Key[Array, "P"], numbers: Sequence[int] | None) -> Key[Array
 
 
 def check_apart(key: Key[Array, "P"], numbers: Sequence[int]) -> None:
-    """Require different numbers for points of one key, because equal ones would share noise."""
+    """Require different numbers for points of one key, because equal numbers would share noise.
+
+    Raises:
+        ValueError: Two points of one key have the same number, or a number exceeds 2**32 - 1.
+    """
     if largest := [number for number in numbers if number > _LARGEST_INDEX]:
         raise ValueError(
             f"numbers must be at most {_LARGEST_INDEX}, got {largest[0]}. Number the points from 0."
@@ -140,12 +150,13 @@ class SecretBits:
     same noise, and any other run must have other noise.
 
     Args:
-        count: Number of runs that have bits of their own. 0 draws none.
+        count: Number of runs that have bits of their own. With 0 there are neither bits nor a file.
         path: Path of the file. None writes no file. The first of several processes reads and writes
             the file.
 
     Raises:
-        ValueError: Others than the owner can read the file, or the file has another size.
+        ValueError: Others than the owner can read the file, the file has another size, or it holds
+            only zeros.
     """
 
     def __init__(self, count: int, path: pathlib.Path | None) -> None:
@@ -155,6 +166,7 @@ class SecretBits:
         self._bits = (self._found or secrets.token_bytes(self._size))[: self._size]
         words = np.frombuffer(self._bits, np.uint32)
         self.words: UInt32[np.ndarray, "P 2 2"] = words.reshape(count, 2, 2)
+        """Bits of each run as two keys of two words."""
 
     def begin(self, run: fingerprint.Facts) -> None:
         """Keep the bits for a run that starts from the beginning.
@@ -167,7 +179,11 @@ class SecretBits:
             processes.by_first(lambda: self._keep(run))
 
     def _read(self) -> bytes | None:
-        """Return the content of the file, or None if nothing has its name."""
+        """Return the content of the file, or None if there is no file.
+
+        Raises:
+            ValueError: Others can read the file, it has another size, or it holds only zeros.
+        """
         path = self._path
         if path is None or files.kind(path) is None:
             return None

@@ -46,7 +46,8 @@ class Result(NamedTuple):
     (see `jaxfl.traffic`). `scores` has each client's scores [C] by name at the last evaluation, and
     `history` has [E, C] at all E evaluations. `states` [C, ...] are the clients' last states, on
     the host. With several processes they stay on the devices, and include padding rows. `ledger`
-    is what the accountant reads, and `statement` is the privacy statement.
+    is what the accountant reads, and `statement` is the privacy statement, which is empty before
+    the first round.
     """
 
     server: Tree
@@ -63,14 +64,14 @@ class Result(NamedTuple):
     audit: Scores | None = None
     """Scores of the canaries, or None without an audit."""
     dropped: float = 0.0
-    """Dropped updates, which were not finite, over those of clients with training examples.
+    """Number of dropped updates, divided by that of updates of clients with training examples.
 
-    This is at most 1.
+    Updates are dropped if they are not finite. The share is at most 1.
     """
     origin: Origin | None = None
-    """What `model` needs besides the states."""
+    """Method, clients and key of the run, which `model` needs. None if no run made the result."""
     best: Snapshot | None = None
-    """States after the evaluation with the best scores, with `keep="best"`."""
+    """States after the best evaluation with `keep="best"`. None otherwise, or without a score."""
 
     def model(self, client: int | None = None) -> TrainedModel:
         r"""Return the trained model, which maps inputs to outputs and to predictions.
@@ -165,7 +166,7 @@ class Result(NamedTuple):
 
 
 class EvaluationSchedule(NamedTuple):
-    """Number of rounds of a run, and its evaluations."""
+    """Number of rounds of a run, and the rounds of its evaluations."""
 
     rounds: int
     evaluations: list[int]
@@ -175,10 +176,12 @@ class EvaluationSchedule(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """Host arrays with an entry for each round, and for each evaluation."""
+    """Host arrays of a run, with zeros for rounds and evaluations that are yet to come."""
 
     records: Records
+    """Records with a leading axis for the rounds."""
     scores: PerClient
+    """Scores [E, C] of all clients at all E evaluations, by name."""
     central: dict[str, np.ndarray]
     """Scores [E] of the global model on a central test set, by name. Empty without such a set."""
 
@@ -193,7 +196,7 @@ class Journal:
         record: Shapes of the records of one round.
         folder: Folder of the reports. None writes nothing.
         public: Whether reports leave out what follows from private data without noise.
-        facts: Arguments of `privacy_statement` about randomness and client states.
+        facts: Arguments `randomness`, `paired` and `stateful` of `privacy_statement`.
         pictures: Whether the reports have curves.
         central: Whether the global model is scored on a central test set.
         best: Whether the best round is chosen by test scores.
@@ -266,7 +269,7 @@ class Journal:
         return Recorded(records, scores, central)
 
     def record(self, records: Records, done: int, count: int) -> None:
-        """Add the records of the `count` rounds after round `done`."""
+        """Add the records of the `count` rounds after round `done`. Further records are padding."""
 
         def put(all_: np.ndarray, segment: np.ndarray) -> None:
             all_[done : done + count] = segment[:count]
@@ -274,7 +277,7 @@ class Journal:
         jax.tree.map(put, self.recorded.records, records)
 
     def require_finite(self, start: int, done: int) -> None:
-        """Raise if the server's state was not finite in one of the rounds from `start` to `done`.
+        """Raise if the server's state was not finite after one of the rounds start + 1 to `done`.
 
         Raises:
             FloatingPointError: The state was not finite. The message has the round and a remedy.
@@ -293,7 +296,7 @@ class Journal:
         Args:
             index: Index of the evaluation.
             scores: Scores [C] of all clients.
-            central: Scores of the global model on the central test set, if there is one.
+            central: Scores of the global model on the central test set, if the run has such a set.
         """
         for name, all_ in self.recorded.scores.items():
             all_[index] = scores[name]
@@ -304,7 +307,7 @@ class Journal:
             self._keep(self.folder / layout.METRICS)
 
     def _keep(self, path: pathlib.Path) -> None:
-        """Append the last row to the file, or write all rows if this journal wrote no such file."""
+        """Append the last row to the file, or write all rows if the file lacks earlier ones."""
         if self.written and self.written == len(self.metrics) - 1 and files.is_regular(path):
             files.append_metrics(path, self.metrics[-1])
         else:
@@ -339,7 +342,7 @@ class Journal:
     def finish(self, done: int, canaries: Scores | None = None) -> Result:
         """Account for the finished rounds, write the reports, and return the result.
 
-        Server and states are missing in this result.
+        `server` and `states` of this result are None.
 
         Args:
             done: Number of finished rounds.
@@ -384,16 +387,17 @@ class Journal:
         )
 
     def _dropped(self, ledger: Ledger, done: int) -> float:
-        """Return the dropped updates over the updates of clients with training examples."""
+        """Return the share of dropped updates (see `Result.dropped`), or 0 without any updates."""
         participations = int(ledger.participants.sum(0)[self.trains].sum())
         dropped = int(self.recorded.records.nonfinite[:done].sum())
         # Updates of clients without examples may be dropped too, so the ratio may exceed 1.
         return min(1.0, dropped / participations) if participations else 0.0
 
     def _row(self, index: int) -> dict[str, float | int]:
-        """Return one row of metrics.
+        """Return the row of metrics of an evaluation.
 
-        The row has the scores of all clients, and the records of the rounds since the previous row.
+        The row has scores over clients, epsilons, bytes, and the means of the records of the rounds
+        since the previous row. A public report has no such means.
         """
         done = self.evaluations[index]
         scores = jax.tree.map(lambda leaf: leaf[index], self.recorded.scores)
@@ -407,7 +411,7 @@ class Journal:
         return row | self.epsilons(self._accounted(done)) | self.traffic
 
     def epsilons(self, ledger: Ledger) -> dict[str, float]:
-        """Return the privacy cost of some rounds, by column (see `layout.COLUMNS`)."""
+        """Return the epsilons of a ledger's rounds, by column (see `layout.COLUMNS`)."""
         spent = self.spent(ledger)
         columns = {"epsilon": spent.epsilon, "epsilon_rdp": spent.rdp}
         if spent.upload is not None:
@@ -446,13 +450,13 @@ class Journal:
         return self.epsilons(Ledger(**fields, notes=notes))
 
     def _accounted(self, done: int) -> Ledger:
-        """Return the first rounds as recorded, or as planned if the report is public."""
+        """Return the ledger of the first rounds, as planned if the report is public."""
         ledger = self._planned if self.public else self.recorded.records.ledger
         return first_rounds(ledger, done)
 
     @functools.cached_property
     def _planned(self) -> Ledger:
-        """All rounds of the plan in single precision, as the engine records them."""
+        """Ledger of all rounds as planned, in single precision as the engine records it."""
         algorithm = self.algorithm
         plan = planned_ledger(
             algorithm.mechanism, self.num_clients, self.plan.rounds, algorithm.dp_sgd
@@ -484,9 +488,10 @@ class Journal:
 
 
 def _means(records: Records) -> dict[str, float | int]:
-    """Return means over rounds of means over participants.
+    """Return the columns of a row that follow from the records of some rounds.
 
-    Rounds in which no update counted are left out, except from the mean number of participants.
+    Columns are means over rounds of means over participants. Rounds in which no update counted are
+    left out, except from the mean number of participants. `nonfinite` counts dropped updates.
     """
     participants = records.info["participants"]
     counted = participants > records.nonfinite

@@ -13,20 +13,20 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Signals whose handlers are replaced during a run."""
 
 _NOTE = b"\nstopping after the rounds under way; Ctrl-C again stops at once\n"
-"""What Ctrl-C shows, because rounds may take seconds."""
+"""Text that the first Ctrl-C shows on a terminal, because rounds may take seconds."""
 
 _ONE_EVENT_SECONDS = 1.0
-"""Seconds within which a SIGINT and a SIGTERM count as one."""
+"""Seconds within which a SIGINT and a SIGTERM count as one signal."""
 
 
 @contextlib.contextmanager
 def deferred() -> Iterator[Callable[[], int]]:
     """Record the first signal, and yield a function that returns its number.
 
-    The function returns 0 before the first signal. Each further signal interrupts, except another
-    kind of signal within a second. Handlers are restored at the end, and a signal that is still
-    pending then is sent again. Python handles signals in its main thread, so nothing changes in
-    other threads.
+    The function returns 0 before the first signal. Each further signal raises a KeyboardInterrupt,
+    except another kind of signal within a second. Handlers are restored at the end. If the block
+    ends without an error, a recorded signal is sent again. Python handles signals in its main
+    thread, so nothing is recorded in other threads.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: 0
@@ -66,7 +66,12 @@ def deferred() -> Iterator[Callable[[], int]]:
 
 
 def stopped(number: int, text: str) -> KeyboardInterrupt:
-    """Return the error that ends a run, and from which `exit_code` gets the signal."""
+    """Return the error that ends a run, and from which `exit_code` gets the signal.
+
+    Args:
+        number: Number of the signal. 0 stands for SIGINT.
+        text: Message of the error.
+    """
     error = KeyboardInterrupt(text)
     error.signal = number or signal.SIGINT  # pyrefly: ignore[missing-attribute]
     return error

@@ -65,7 +65,7 @@ class RunOptions(TypedDict, total=False):
         chunk: Number of clients vectorised at a time on each device. None stands for 1 on a CPU,
             512 on a GPU and "auto" on a TPU. "auto" measures a few sizes once, on a round of this
             run (see `jaxfl.engine.chunk.fastest`). If the chunk does not fit in memory, it is
-            halved with a warning. The chunk changes speed and memory, and results by rounding.
+            halved with a warning. The chunk changes speed and memory, and results only by rounding.
         devices: Devices of the run. None stands for all devices.
         secret_noise: Whether noise, cohorts and private local steps come from 128 fresh bits of the
             system, and not from `key`. The seed of a key may be small enough to guess. The bits lie
@@ -152,10 +152,9 @@ def simulate(
             which must be no client's.
         keep: "best" also keeps the states of the evaluation with the best mean over clients of the
             headline metric (`Task.headline`), as `Result.best`, and `Result.model` makes its models
-            from them. If no client has test
-            examples, the central score decides. No epsilon covers this choice by clients' test
-            examples, and the best score is optimistic, because it was chosen. The other fields of
-            the result are those of the last round, as with "last".
+            from them. If no client has test examples, the central score decides. No epsilon covers
+            this choice by clients' test examples, and the best score is optimistic, because it was
+            chosen. The other fields of the result are those of the last round, as with "last".
         options: Options of `RunOptions`, by keyword.
 
     Returns:
@@ -309,7 +308,7 @@ def sweep(
 
 
 def names_of_points(values: Mapping[str, Sequence[float]], count: int) -> list[str]:
-    """Return the names of the folders of a sweep's points."""
+    """Return the name of each point's folder: its number, then each argument with its value."""
     return [
         "_".join([str(p), *(f"{name}={column[p]:g}" for name, column in values.items())])
         for p in range(count)
@@ -317,7 +316,11 @@ def names_of_points(values: Mapping[str, Sequence[float]], count: int) -> list[s
 
 
 def _points(key: Key[Array, "*P"], values: Mapping[str, Sequence[float]]) -> int:
-    """Return the number of points, on which keys and columns must agree."""
+    """Return the number of points, which is the length of every column and of several keys.
+
+    Raises:
+        ValueError: The lengths differ or are 0, or a column's name is no identifier.
+    """
     # The name of an argument is also a part of a folder's name.
     if wrong := [name for name in values if not name.isidentifier()]:
         raise ValueError(

@@ -55,7 +55,7 @@ _FROZEN = " No epsilon covers the data that its frozen weights were trained on."
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """What a run's models are made from, besides the states that the run left."""
+    """Method, clients and key from which models follow, in addition to the states of a run."""
 
     algorithm: Algorithm
     clients: Clients
@@ -65,7 +65,7 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """States of a run after a round."""
+    """States of server and clients after round `round` of a run, or first states for 0."""
 
     server: Tree
     states: Tree
@@ -77,14 +77,15 @@ class Snapshot:
 def shared_params(algorithm: Algorithm, server: Tree, needed: str) -> Params:
     """Return the weights of the global model from a server's state.
 
-    They are the part that has all layers of the network. If several parts have, it is the only one
-    whose name is `params`. Entries that each client sets for itself are missing, and the network
-    then ignores them (see `jaxfl.models.extended`).
+    They are the part of the state that has all layers of the network. If several parts have all
+    layers, only one of them may have the name `params`, and is the global model. Entries that each
+    client sets for itself are missing, and the network then ignores them (see
+    `jaxfl.models.extended`).
 
     Args:
         algorithm: The method.
         server: State of its server.
-        needed: Beginning of the error message: what needs a global model, and what was given.
+        needed: Beginning of the error message, up to "for", such as "central must be None for".
 
     Raises:
         ValueError: The server's state has no such part, because the method has no global model.
@@ -106,13 +107,13 @@ def shared_params(algorithm: Algorithm, server: Tree, needed: str) -> Params:
 
 
 def _last_name(path: tuple[Any, ...]) -> str:
-    """Return the name of the field or the key that a path ends with."""
+    """Return the name of the field or the key that a path ends with, or "" without a name."""
     last = path[-1] if path else None
     return str(getattr(last, "name", getattr(last, "key", "")))
 
 
 def _is_complete(model: Model, part: Tree) -> bool:
-    """Return whether a part of a state has all layers of a network, and nothing else."""
+    """Return whether a part of a state has all layers of a network, and only its entries."""
     if not isinstance(part, Mapping) or not set(model.layers) <= part.keys():
         return False
     wanted = jax.eval_shape(lambda: model.init(key_of(0)))
@@ -150,14 +151,19 @@ def personal_model(origin: Origin, snapshot: Snapshot, client: Any) -> TrainedMo
         client: Index of the client, from 0.
 
     Raises:
-        ValueError: No client has this index.
+        ValueError: No client has this index, or several processes share the run.
     """
     client = check_count("client", client, least=0, most=origin.clients.num_clients - 1)
     return _model(origin, _personal(origin, snapshot, client), _about(origin, snapshot, client))
 
 
 def personal_privacy(algorithm: Algorithm, client: int | None) -> str:
-    """Return what covers a client's own model, or those of all clients, as a sentence."""
+    """Return sentences that say which epsilon covers a client's own model, and who may have it.
+
+    Args:
+        algorithm: The method.
+        client: Index of the client. None stands for the models of all clients.
+    """
     if algorithm.dp_sgd is not None:
         owner = (
             "Only a client may have its own model."
@@ -227,7 +233,7 @@ def _personal(origin: Origin, snapshot: Snapshot, client: int) -> Params:
 
 
 def _evaluation_key(key: Key[Array, ""], rounds: int) -> Key[Array, ""]:
-    """Return the key of a run's evaluation after some rounds."""
+    """Return the key of a run's evaluation after `rounds` rounds, from the run's key."""
     _, _, eval_key = jax.random.split(key, 3)
     return jax.random.fold_in(eval_key, rounds)
 
@@ -235,7 +241,7 @@ def _evaluation_key(key: Key[Array, ""], rounds: int) -> Key[Array, ""]:
 def on_one_device(
     method: Algorithm | Points, clients: Clients, devices: Sequence[jax.Device] | None = None
 ) -> Population:
-    """Return clients on the first of this process's devices, with the padding of their rows.
+    """Return clients on the first of this process's devices, as a population of padded rows.
 
     Args:
         method: One algorithm, or the points of a sweep.
@@ -265,7 +271,7 @@ def _personal_program(algorithm: Algorithm, population: Population) -> functools
 
 
 def _one_client(clients: Clients, client: int, capacity: int) -> Clients:
-    """Return one client with a store of its own, whose training rows are padded to a capacity."""
+    """Return one client with its own store, with `capacity` training rows and no test rows."""
     rows = clients.train[client][: clients.train_size[client]]
     padded = np.zeros(capacity, np.int32)
     padded[: len(rows)] = rows

@@ -25,7 +25,12 @@ _LEFT_OUT = 2**31 + 17
 
 
 def check_data(name: str, value: Any) -> Dataset:
-    """Require a dataset or its four arrays, and check that the arrays fit together."""
+    """Require a dataset or its four arrays, and return a `Dataset` without owners and columns.
+
+    Raises:
+        ValueError: The arrays do not fit together.
+        TypeError: The value is neither a dataset nor four arrays.
+    """
     if isinstance(value, Dataset):
         return from_arrays(*value[:4], classes=value.classes or None, name=value.name)
     if isinstance(value, tuple | list) and len(value) == 4:
@@ -101,7 +106,7 @@ def _clients_in_lists(name: str, value: Any) -> Clients:
 
 
 def in_lists(clients: Clients) -> Clients:
-    """Return the clients with their rows as lists. Matrices of rows become lists without a copy."""
+    """Return the clients with their rows as `Lists`. A matrix of rows becomes them uncopied."""
 
     def lists_of(rows: Any) -> Lists:
         return rows if isinstance(rows, Lists) else Lists.of(rows)
@@ -137,7 +142,12 @@ def rows_of(
 
 
 def packed(lists: Lists, size: Int[np.ndarray, "C"]) -> Lists:
-    """Return the lists without their padding."""
+    """Return the lists without their padding.
+
+    Args:
+        lists: Lists of row numbers on the host.
+        size: Number of rows of each client.
+    """
     return Lists.cut(rows_of(lists, size).astype(np.int32, copy=False), size)
 
 
@@ -148,9 +158,9 @@ def hold_out(clients: Clients, share: float = 0.2, *, seed: int | None = None) -
     """Return clients that are tested on a share of their training examples.
 
     The clients no longer train on this share, and their own test examples are left out. Use the
-    result for tuning, so that these stay unseen, or if clients have no test examples. A client with
-    two examples or more holds out at least one, and keeps at least one for training. A client with
-    fewer holds out none.
+    result for tuning, so that test examples stay unseen, or if clients have no test examples. A
+    client with two training examples or more holds out at least one of them, and keeps at least
+    one. A client with fewer holds out none.
 
     Args:
         clients: Clients whose training examples are divided.
@@ -217,7 +227,7 @@ def leave_out(clients: Clients, share: float = 0.1, *, seed: int) -> tuple[Clien
 
 
 def _some(clients: Clients, chosen_clients: Int[np.ndarray, "c"]) -> Clients:
-    """Return some of the clients, with the same store of examples."""
+    """Return the clients of these indices, in this order, with the same store of examples."""
     found: dict[str, Any] = {}
     for split in ("train", "test"):
         size = np.asarray(getattr(clients, f"{split}_size"))[chosen_clients]
@@ -228,7 +238,11 @@ def _some(clients: Clients, chosen_clients: Int[np.ndarray, "c"]) -> Clients:
 
 
 def _draws(seed: int, size: Int[np.ndarray, "C"]) -> Float64[np.ndarray, "R"]:
-    """Draw a number for each example, as if a padded matrix [C, max N] of numbers were drawn."""
+    """Draw a number in [0, 1) for each of R examples, client by client.
+
+    They are the entries without padding of a matrix [C, max size] of draws, so that other clients'
+    sizes do not change a client's draws unless the largest size changes.
+    """
     generator = np.random.default_rng(seed)
     widest = int(size.max())
     found = []
@@ -241,7 +255,9 @@ def _draws(seed: int, size: Int[np.ndarray, "C"]) -> Float64[np.ndarray, "R"]:
 
 @checked(clients=_clients_in_lists, own=functools.partial(check_counts, least=0))
 def shard(clients: Clients, shards: int, own: Sequence[int] | None = None) -> Clients:
-    """Lay clients out so that an equal split of each leading axis gives a device its own clients.
+    """Return clients laid out so that an equal split of each leading axis fits the devices.
+
+    Each device then gets its own clients with their examples.
 
     Empty clients are added up to a multiple of `shards`. Block b is then the b-th run of
     `C / shards` clients. Block b of the store holds the examples of these clients, in their old
@@ -254,8 +270,8 @@ def shard(clients: Clients, shards: int, own: Sequence[int] | None = None) -> Cl
     Args:
         clients: Clients with one store, for instance from `make_clients`.
         shards: Number of devices.
-        own: Indices of the blocks to lay out, in this order: those of this process's devices. Only
-            examples of these blocks are read. None lays out all blocks.
+        own: Indices of the blocks to lay out, in this order, such as the blocks of this process's
+            devices. Only examples of these blocks are read. None lays out all blocks.
 
     Raises:
         ValueError: `shards` is not a whole number of at least 1.
@@ -290,7 +306,7 @@ def shard(clients: Clients, shards: int, own: Sequence[int] | None = None) -> Cl
         label_blocks[i, : len(block_rows[b])] = labels[block_rows[b]]
 
     def laid_out(rows: list[np.ndarray], size: np.ndarray) -> tuple[Lists, np.ndarray]:
-        """Return the blocks' lists with rows that are local to each block, and their sizes."""
+        """Return lists whose rows are local to each block, and the number of rows per client."""
         sizes = []
         for b in own:
             real = size[of_block[b]]
@@ -325,6 +341,9 @@ def blocks_of_lists(rows: Sequence[np.ndarray], sizes: Sequence[np.ndarray], len
 def describe(clients: Clients) -> dict[str, int | float]:
     """Return the number of clients, their least, median and largest sizes, and the arrays' bytes.
 
+    The names are `clients`, `train_min`, `train_median`, `train_max`, the same with `test_`, and
+    `bytes`. A size is a number of examples.
+
     Example:
         >>> inputs, labels = np.zeros((3, 2), np.float32), np.array([0, 1, 0])
         >>> data = inputs, labels, inputs[:0], labels[:0]
@@ -341,7 +360,7 @@ def describe(clients: Clients) -> dict[str, int | float]:
 
 
 def _stacked(train: np.ndarray, test: np.ndarray) -> np.ndarray:
-    """Return both arrays as one, or the first one itself if there are no test examples."""
+    """Return both arrays joined, or `train` itself if there are no test examples."""
     # The first array may be a file that is larger than memory.
     return np.concatenate([train, test]) if len(test) else train
 
@@ -370,7 +389,12 @@ def _joined_lists(
 
 
 def _check_owners(rows: np.ndarray, size: np.ndarray) -> None:
-    """Require at least one training row, and no row in the lists of two clients."""
+    """Require at least one training row, and no row in the lists of two clients.
+
+    Args:
+        rows: Training rows of all clients, one client after the other.
+        size: Number of rows of each client.
+    """
     if not rows.size:
         raise ValueError(
             "train_lists must have at least one row, got empty lists only. "

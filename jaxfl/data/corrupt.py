@@ -20,7 +20,7 @@ from jaxfl.data.load import check_inputs, check_labels, check_rows
 
 
 def _check_pixels(name: str, value: Any) -> np.ndarray:
-    """Require inputs of bytes or floating numbers."""
+    """Require inputs of uint8 or finite floating numbers, and return them in their dtype."""
     inputs = check_array(name, value)
     if inputs.dtype != np.uint8 and not np.issubdtype(inputs.dtype, np.floating):
         raise ValueError(
@@ -32,7 +32,7 @@ def _check_pixels(name: str, value: Any) -> np.ndarray:
 
 
 def _check_densities(name: str, value: Any) -> list[float]:
-    """Require probabilities, one or several."""
+    """Require one or several probabilities in [0, 1], and return them as a list."""
     densities = np.atleast_1d(check_array(name, value))
     return [
         check_fraction(f"{name}[{i}]", density, zero=True) for i, density in enumerate(densities)

@@ -33,7 +33,7 @@ _FILE = "efficientnet-lite0-57934424.pth"
 _WEIGHTS_HASH = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
 
 _WEIGHTS_VERSION = 1
-"""Version of our form of the weights, part of the name of their file in the cache folder."""
+"""Version of this module's form of the weights, part of their file's name in the cache folder."""
 
 _MEAN = 127.0
 """Number that TensorFlow's published network subtracts from bytes."""
@@ -49,9 +49,10 @@ _EPSILON = 1e-3
 
 
 class _Stage(NamedTuple):
-    """Blocks of one width, the first of which has the stride."""
+    """Blocks of one width. The stride is that of the first block, and others have 1."""
 
     blocks: int
+    """Number of blocks."""
     size: int
     """Height and width of the depthwise kernel."""
     stride: int
@@ -76,7 +77,7 @@ def efficientnet_lite0(width: int | None = None) -> Encoder:
     """Return EfficientNet-Lite0, trained on ImageNet: 3.4 million weights, 1,280 features.
 
     Features are the means over positions before the layer of classes. The published network takes
-    224x224 pictures. Smaller ones are faster, and their features less good. The weights are read
+    224x224 pictures. Smaller pictures are faster, but have worse features. The weights are read
     once, when features are computed, and not when the encoder is made.
 
     Args:
@@ -112,13 +113,16 @@ def efficientnet_lite0(width: int | None = None) -> Encoder:
 
 
 def _picture_features(weights: Params, pictures: Float[Array, "B H W 3"]) -> Float[Array, "B F"]:
-    """Compute the features of pictures of numbers from 0 to 255."""
+    """Return the features [B, 1280] of pictures of numbers from 0 to 255."""
     scaled = (pictures - _MEAN) / _DEVIATION
     return jnp.asarray(_EfficientNet().apply({"params": weights}, scaled))
 
 
 def _directions(width: int) -> Float[np.ndarray, "F k"]:
-    """Return the directions of features in which the published layer's classes differ most."""
+    """Return the `width` directions of features in which the published layer's classes differ most.
+
+    Each column is a direction of norm 1, the most important one first.
+    """
     classes = read_tensors(_published())["_fc.weight"].astype(np.float64)
     _, _, directions = np.linalg.svd(classes - classes.mean(axis=0), full_matrices=False)
     # A singular vector has no sign of its own: its largest entry becomes positive.
@@ -147,7 +151,10 @@ class _EfficientNet(nn.Module):
 
 
 class _InvertedResidual(nn.Module):
-    """Inverted residual: a dense layer to more channels, a depthwise one, a dense one to fewer."""
+    """Block of a dense layer to more channels, a depthwise convolution, and a dense layer to fewer.
+
+    The input is added if it has the shape of the output.
+    """
 
     size: int
     stride: int
@@ -165,10 +172,10 @@ class _InvertedResidual(nn.Module):
 
 
 class _Depthwise(nn.Module):
-    """A convolution of each channel by itself, with TensorFlow's padding.
+    """Convolution of each channel by itself, with TensorFlow's padding.
 
-    It is a sum of shifted inputs over the kernel's places, each times one number of the kernel.
-    XLA's own grouped convolutions take tens of times as long on CPUs.
+    It is a sum over the kernel's places of the shifted inputs times the kernel's number for each
+    channel. XLA's own grouped convolutions take tens of times as long on CPUs.
     """
 
     size: int
@@ -195,7 +202,13 @@ class _Depthwise(nn.Module):
 
 
 def _padding(side: int, size: int, stride: int) -> tuple[int, int]:
-    """Return the numbers of zeros before and after an axis. An odd one out is after it."""
+    """Return the numbers of zeros before and after an axis. If they differ, one more is after it.
+
+    Args:
+        side: Length of the axis.
+        size: Length of the kernel along the axis.
+        stride: Stride of the convolution.
+    """
     total = max((math.ceil(side / stride) - 1) * stride + size - side, 0)
     return total // 2, total - total // 2
 
@@ -217,7 +230,11 @@ def _weights() -> Params:
 
 
 def _published() -> bytes:
-    """Return the content of the package's file, which must be the published one."""
+    """Return the content of the package's file.
+
+    Raises:
+        ValueError: The package is missing, or its file differs from the published one.
+    """
     # Finding the package runs none of its code, unlike importing it.
     found = importlib.util.find_spec(_PYTORCH_PACKAGE)
     path = Path(str(found.origin)).parent / "models" / _FILE if found else None
@@ -236,7 +253,11 @@ def _published() -> bytes:
 
 
 def _folded(tensors: Mapping[str, np.ndarray]) -> Params:
-    """Return the network's weights by our names, with batch normalisation folded into them."""
+    """Return the weights of `_EfficientNet`, with batch normalisation folded into them.
+
+    Args:
+        tensors: Published tensors by PyTorch's names.
+    """
 
     def layer(kernel: str, norm: str, axes: tuple[int, ...]) -> Params:
         variance = tensors[f"{norm}.running_var"].astype(np.float64) + _EPSILON
@@ -266,7 +287,7 @@ def _folded(tensors: Mapping[str, np.ndarray]) -> Params:
 
 
 class _Storage(NamedTuple):
-    """The type and the key of numbers that follow later in the file."""
+    """Reference to numbers that follow later in the file: their dtype and their key."""
 
     dtype: np.dtype
     key: str
@@ -292,14 +313,17 @@ _ALLOWED: Mapping[tuple[str, str], Any] = {
     ("torch", "FloatStorage"): np.dtype("<f4"),
     ("torch", "LongStorage"): np.dtype("<i8"),
 }
-"""Objects that a file of tensors may name, and our substitutes. No other name is looked up."""
+"""Objects that stand for the names in a file of tensors, by module and name.
+
+No other name is looked up.
+"""
 
 
 class _Reader(pickle.Unpickler):
     """Unpickler of the descriptions of tensors, which runs no code that a file names."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return our substitute for a name, if tensors need the name."""
+        """Return the object that `_ALLOWED` has for a name, or raise an UnpicklingError."""
         if (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(f"{module}.{name} is not part of a file of tensors")
         return _ALLOWED[module, name]
@@ -316,7 +340,7 @@ def read_tensors(content: bytes) -> dict[str, np.ndarray]:
     """Return the tensors of a file that `torch.save` wrote before PyTorch 1.6.
 
     Such a file has a magic number, a version, sizes of types, tensors by name, and the keys of
-    storages. Then it has the count of numbers and the numbers of each key.
+    storages. For each key, the number of entries and the entries follow.
 
     Raises:
         pickle.UnpicklingError: The file names anything but tensors.

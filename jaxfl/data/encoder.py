@@ -10,9 +10,9 @@ from jaxfl.types import Params
 
 
 class Encoder(NamedTuple):
-    """A fixed public network that maps a picture, or the tokens of a text, to numbers.
+    """Fixed public network that maps a picture, or the tokens of a text, to F features.
 
-    Features are cached by name and version. Give another version after any change that changes
+    Features are cached by name and version. Give another version after any change that affects
     features.
     """
 

@@ -24,14 +24,14 @@ from jaxfl.types import Params
 _FIELDS = ("train_inputs", "test_inputs")
 
 _INPUT_VERSION = 1
-"""Version of what inputs pass through before the encoder, part of the key of cached features."""
+"""Version of the preparation of inputs for encoders, part of the key of cached features."""
 
 _INPUTS_AT_ONCE = 1024
 """Number of inputs that are hashed and checked at a time, so that a memory map stays on disk."""
 
 
 def _check_inputs(name: str, data: Dataset, encoder: Encoder) -> None:
-    """Require inputs that the encoder takes."""
+    """Require inputs that the encoder takes, or raise a ValueError."""
     # The dataset's arrays are checked again, because some of them may have been replaced.
     from_arrays(*data[:4], classes=data.classes or None, name=data.name)
     if encoder.tokens:
@@ -41,7 +41,7 @@ def _check_inputs(name: str, data: Dataset, encoder: Encoder) -> None:
 
 
 def _check_tokens(name: str, data: Dataset, encoder: Encoder) -> None:
-    """Require tokens that the encoder knows."""
+    """Require tokens [n, L] that the encoder knows, with L of at most its `longest`."""
     for field in _FIELDS:
         inputs = np.asarray(getattr(data, field))
         vectors = inputs.ndim == 2 and inputs.dtype.kind in "iu"
@@ -64,7 +64,7 @@ def _check_tokens(name: str, data: Dataset, encoder: Encoder) -> None:
 
 
 def _check_pictures(name: str, data: Dataset) -> None:
-    """Require pictures of bytes, or of floating numbers from 0 to 1."""
+    """Require pictures of 1 or 3 channels, of bytes or of floating numbers from 0 to 1."""
     for field in _FIELDS:
         inputs = np.asarray(getattr(data, field))
         channels = inputs.shape[3:] if inputs.ndim == 4 else (1,)
@@ -165,7 +165,10 @@ def features(
 
 
 def _feature_file(inputs: np.ndarray, encoder: Encoder, size: int) -> str:
-    """Return the name of a file of features in the cache, a hash of all that they depend on."""
+    """Return the name of a file of features in the cache.
+
+    It has a hash of the inputs, of the encoder's name, version and width, and of the size.
+    """
     of_encoder = (encoder.name, encoder.version, encoder.width, size)
     facts = (_INPUT_VERSION, of_encoder, inputs.dtype.str, inputs.shape)
     digest = hashlib.sha256(repr(facts).encode())
@@ -186,7 +189,7 @@ def _encoded(
     weights: Params,
     inputs: Shaped[Array, "B ..."],
 ) -> Array:
-    """Prepare a batch of inputs, and encode it."""
+    """Return the features of a batch of inputs, which `prepare` converts before `apply`."""
     prepared = prepare(inputs)
     # A GPU would round factors to fewer bits, and the cache keeps features of any device.
     with jax.default_matmul_precision("highest"):
@@ -207,7 +210,10 @@ def _resized(pictures: Shaped[Array, "B H W ..."], *, size: int) -> Array:
 
 
 def _batches(inputs: np.ndarray, size: int) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield batches of one size, so that one program serves all, and how many inputs each has."""
+    """Yield batches of `size` inputs, and how many of them are no padding.
+
+    All batches have one shape, so that one program serves all.
+    """
     for start in range(0, len(inputs), size):
         part = inputs[start : start + size]
         batch = np.zeros((size, *part.shape[1:]), part.dtype)
@@ -222,6 +228,12 @@ def _joined_features(
     advance: Callable[[int], None],
 ) -> Float32[np.ndarray, "n F"]:
     """Return the features of all batches.
+
+    Args:
+        encode: Function from a batch to its features.
+        batches: Batches, and the number of inputs in each, without padding.
+        shape: Number of inputs of all batches, and number of features.
+        advance: Function that gets the number of inputs of each encoded batch.
 
     Raises:
         ValueError: The encoder returned features of another shape, or NaN or infinite ones.
@@ -244,7 +256,7 @@ def _joined_features(
 
 
 def _input_blocks(inputs: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield blocks of consecutive inputs."""
+    """Yield blocks of at most `_INPUTS_AT_ONCE` consecutive inputs."""
     for start in range(0, len(inputs), _INPUTS_AT_ONCE):
         yield inputs[start : start + _INPUTS_AT_ONCE]
 

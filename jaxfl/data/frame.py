@@ -20,7 +20,7 @@ from jaxfl.data.load import Dataset, check_owners, from_arrays
 from jaxfl.data.owners import places
 
 Frame: TypeAlias = Mapping[str, Any]
-"""Columns by name."""
+"""Columns of a data frame by name, all of one length."""
 
 _MOST_CATEGORIES = 100
 """Largest number of names in a column that need no list of `categories`.
@@ -32,8 +32,8 @@ A column with more of them is an identifier, or numbers that were read as text.
 class ColumnEncoding(NamedTuple):
     """Encoding of a frame's column: the inputs that it becomes, as `from_frame` describes them.
 
-    Its values are plain ones. `json` can write `_asdict()`, and `ColumnEncoding(**values)` is the
-    encoding again.
+    The fields are values that JSON can hold: `json` can write `_asdict()`, and
+    `ColumnEncoding(**values)` restores the encoding.
     """
 
     column: str
@@ -41,22 +41,23 @@ class ColumnEncoding(NamedTuple):
     categories: Sequence[Any] | None = None
     """Values that each become an input of 0 or 1. None stands for a column of numbers."""
     bounds: tuple[float, float] | None = None
-    """Lower and upper bound of the numbers. None stands for the mean and the deviation."""
+    """Lower and upper bound that become -1 and 1. None scales by `mean` and `deviation` instead."""
     mean: float = 0.0
-    """Number that is subtracted from the numbers."""
+    """Mean that is subtracted from a number if there are no bounds."""
     deviation: float = 1.0
-    """Number by which they are then divided."""
+    """Standard deviation by which the difference is then divided."""
     gaps: bool = False
     """Whether a further input is 1 where the column has a gap."""
 
 
 class _Column(NamedTuple):
-    """A column of one kind."""
+    """Column whose values are all of one kind, except gaps."""
 
     kind: Literal["number", "whole number", "flag", "name"]
     values: np.ndarray
-    """Floats `[n]`, or names of dtype object. Those of gaps have no meaning."""
+    """Floats `[n]`, or names of dtype object. The values of gaps have no meaning."""
     missing: Bool[np.ndarray, "n"]
+    """Whether each row is a gap."""
 
 
 def _check_frame(name: str, value: Any) -> Frame:
@@ -82,7 +83,7 @@ def _has_columns(value: Any) -> bool:
 
 
 def _checked_column(name: str, frame: Any, column: Any) -> Any:
-    """Require a column with a length, and return it."""
+    """Require a column with a length and a name of type str, and return its values."""
     if not isinstance(column, str):
         raise TypeError(
             f"{name} must have columns that are named by str, got {show(frame)} with the name "
@@ -97,7 +98,7 @@ def _checked_column(name: str, frame: Any, column: Any) -> Any:
 
 
 def _check_test(name: str, value: Any) -> float | Frame:
-    """Require a share of the rows, or a frame of further rows."""
+    """Require a share in (0, 1) of the rows, or a frame of further rows, and return it."""
     if _has_columns(value):
         return _check_frame(name, value)
     if isinstance(value, numbers.Real):
@@ -108,7 +109,7 @@ def _check_test(name: str, value: Any) -> float | Frame:
 
 
 def _check_input_names(name: str, value: Any) -> list[str]:
-    """Require names of columns."""
+    """Require at least one name of a column, and return the names as a list."""
     if is_listed(value) and len(value) and all(isinstance(column, str) for column in value):
         return list(value)
     raise TypeError(
@@ -117,7 +118,7 @@ def _check_input_names(name: str, value: Any) -> list[str]:
 
 
 def _check_mapping(name: str, value: Any) -> dict[str, Any]:
-    """Require a mapping from names of columns."""
+    """Require a mapping from names of columns, and return it as a dict."""
     if isinstance(value, Mapping) and all(isinstance(column, str) for column in value):
         return dict(value)
     raise TypeError(
@@ -127,7 +128,7 @@ def _check_mapping(name: str, value: Any) -> dict[str, Any]:
 
 
 def _check_limits(name: str, value: Any) -> dict[str, tuple[float, float]]:
-    """Require a lower and a larger upper bound for each named column."""
+    """Require a lower and a larger upper bound for each named column, and return the pairs."""
     found = {}
     for column, pair in _check_mapping(name, value).items():
         where = f"{name}[{column!r}]"
@@ -142,7 +143,7 @@ def _check_limits(name: str, value: Any) -> dict[str, tuple[float, float]]:
 
 
 def _check_categories(name: str, value: Any) -> dict[str, list]:
-    """Require different categories for each named column."""
+    """Require one or more different categories for each named column, and return them as lists."""
     found = {}
     for column, values in _check_mapping(name, value).items():
         listed = values is not None and not isinstance(values, str) and hasattr(values, "__len__")
@@ -259,7 +260,7 @@ def from_frame(
 
 
 def _check_encoding(name: str, value: Any) -> tuple[ColumnEncoding, ...]:
-    """Require encodings of columns."""
+    """Require at least one `ColumnEncoding`, and return all of them as a tuple."""
     if is_listed(value) and len(value) and all(isinstance(own, ColumnEncoding) for own in value):
         return tuple(value)
     raise TypeError(
@@ -311,18 +312,29 @@ def _check_kind(encoding: ColumnEncoding, column: _Column) -> None:
 
 
 class _Rows(NamedTuple):
-    """All rows, those for training and those for tests."""
+    """Rows for training and for tests together, as columns."""
 
     columns: dict[str, _Column]
     trained: Bool[np.ndarray, "n"]
+    """Whether each row is for training. The other rows are for tests."""
     owner: Shaped[np.ndarray, "_"] | None
+    """Owner of each training row, or None without owners."""
     test_owner: Shaped[np.ndarray, "_"] | None
+    """Owner of each test row, or None without owners."""
 
 
 def _read_rows(
     frame: Frame, test: float | Frame | None, names: list[str], owner: str | None, seed: int
 ) -> _Rows:
-    """Read the columns of these names, and the owners, of training rows and test rows."""
+    """Read columns and owners, and decide which rows are for tests.
+
+    Args:
+        frame: Columns by name.
+        test: Share of the rows to draw for tests, a frame of test rows, or None without tests.
+        names: Names of the columns to read.
+        owner: Name of the column of owners, or None.
+        seed: Seed of the draw.
+    """
     owners = _owners("frame", frame, owner)
     columns = {name: _read_column(f"frame[{name!r}]", frame[name]) for name in names}
     num_rows = len(frame[names[0]])
@@ -342,7 +354,7 @@ def _read_rows(
 
 
 def _owners(name: str, frame: Frame, owner: str | None) -> Shaped[np.ndarray, "n"] | None:
-    """Return the owners of a frame's rows."""
+    """Return the owners of a frame's rows, or None if no column has them."""
     if owner is None:
         return None
     _check_known("owner", [owner], frame)
@@ -350,7 +362,7 @@ def _owners(name: str, frame: Frame, owner: str | None) -> Shaped[np.ndarray, "n
 
 
 def _check_known(name: str, columns: Any, known: Any) -> None:
-    """Require names of columns that exist."""
+    """Require that all names of columns are in `known`, or raise a ValueError."""
     for column in columns:
         if column not in known:
             raise ValueError(
@@ -372,7 +384,15 @@ def _check_complete(
 
 
 def _read_column(where: str, column: Any) -> _Column:
-    """Read a column of one kind, with gaps."""
+    """Return a column with its kind and its gaps.
+
+    Args:
+        where: Name of the column, for errors.
+        column: Values of the column.
+
+    Raises:
+        ValueError: Values are of several kinds or of an unknown one, or infinite.
+    """
     if _is_categorical(column):
         # The numbers of a categorical column are names of its categories.
         column = [value if _is_missing(value) else str(value) for value in column]
@@ -414,7 +434,7 @@ def _is_categorical(column: Any) -> bool:
 
 
 def _read_objects(where: str, values: Shaped[np.ndarray, "n"]) -> _Column:
-    """Read a column of Python objects."""
+    """Return a column of Python objects with its kind and its gaps (see `_read_column`)."""
     missing = np.array([_is_missing(value) for value in values], bool)
     known = values[~missing]
     if _all_of(known, str):
@@ -441,7 +461,7 @@ def _all_of(values: Shaped[np.ndarray, "n"], kind: Any) -> bool:
 
 
 def _is_missing(value: Any) -> bool:
-    """Return whether a value stands for a gap."""
+    """Return whether a value stands for a gap: None, NaN, an empty name, or NA of pandas."""
     # A comparison with pandas.NA has no truth value, so its type identifies it.
     if value is None or type(value).__name__ in ("NAType", "NaTType"):
         return True
@@ -449,7 +469,11 @@ def _is_missing(value: Any) -> bool:
 
 
 def _with_test(name: str, train: _Column, test: _Column) -> _Column:
-    """Return a column with training rows and test rows."""
+    """Return a column with training rows, then test rows. Its kind is that of training rows.
+
+    Raises:
+        ValueError: Only one of both has names.
+    """
     kinds = {train.kind, test.kind}
     if len(kinds) > 1 and "name" in kinds and not (train.missing.all() or test.missing.all()):
         raise ValueError(
@@ -463,7 +487,10 @@ def _with_test(name: str, train: _Column, test: _Column) -> _Column:
 def _drawn_for_tests(
     share: float, number: int, owners: Shaped[np.ndarray, "n"] | None, seed: int
 ) -> Bool[np.ndarray, "n"]:
-    """Draw a share of each owner's rows, and leave every owner a row."""
+    """Return a mask of the rows that are drawn for tests, a share of each owner's rows.
+
+    Every owner keeps a row for training. An owner of several rows has at least one test row.
+    """
     own = np.zeros(number, np.int64)
     if owners is not None:
         own = np.unique(owners, return_inverse=True)[1]
@@ -481,7 +508,15 @@ def _encoding_of(
     bounds: Mapping[str, tuple[float, float]],
     categories: Mapping[str, Sequence[Any]],
 ) -> ColumnEncoding:
-    """Return how a column becomes inputs, by what the caller says or by its training rows."""
+    """Return a column's encoding, by the caller's bounds or categories, or by its training rows.
+
+    Args:
+        name: Name of the column.
+        column: All rows of the column.
+        trained: Whether each row is for training.
+        bounds: Bounds of columns, by name.
+        categories: Categories of columns, by name.
+    """
     # The inputs of a column that the caller describes depend on no row.
     gaps = bool(column.missing.any()) or name in bounds or name in categories
     sample = column.values[trained & ~column.missing]
@@ -537,7 +572,7 @@ def _check_without_bounds(name: str, bounds: Mapping[str, Any]) -> None:
 def _scaled(encoding: ColumnEncoding, values: Float[np.ndarray, "n"]) -> Float[np.ndarray, "n"]:
     """Return the numbers of a column, clipped to bounds and scaled from -1 to 1.
 
-    A column without bounds gets the mean 0 and the deviation 1 on the training rows.
+    Without bounds, the mean is subtracted, and the result divided by the standard deviation.
     """
     if encoding.bounds is not None:
         low, high = encoding.bounds
@@ -547,7 +582,11 @@ def _scaled(encoding: ColumnEncoding, values: Float[np.ndarray, "n"]) -> Float[n
 
 
 def _distinct(name: str, values: Shaped[np.ndarray, "n"]) -> list[str]:
-    """Return the different names of a column, in alphabetical order."""
+    """Return the different names of a column, in alphabetical order.
+
+    Raises:
+        ValueError: There are more than 100 names.
+    """
     found = sorted(set(values))
     if len(found) > _MOST_CATEGORIES:
         raise ValueError(
@@ -559,7 +598,14 @@ def _distinct(name: str, values: Shaped[np.ndarray, "n"]) -> list[str]:
 
 
 def _labels(name: str, column: _Column, classes: Sequence[Any] | None) -> Shaped[np.ndarray, "n"]:
-    """Return labels as classes, or as floating numbers."""
+    """Return a column of labels as whole numbers for classes, or as floating numbers.
+
+    Args:
+        name: Name of the column.
+        column: Values of the column, without gaps.
+        classes: The classes, in the order of their numbers. None sorts names, and leaves numbers as
+            they are.
+    """
     if column.missing.any():
         raise ValueError(
             f"label must have a value in every row, got {name!r} with {column.missing.sum()} gaps, "
@@ -576,7 +622,7 @@ def _labels(name: str, column: _Column, classes: Sequence[Any] | None) -> Shaped
 def _numbered(
     name: str, values: Shaped[np.ndarray, "n"], classes: Sequence[Any]
 ) -> Int[np.ndarray, "n"]:
-    """Return the position of each value among the classes."""
+    """Return the position of each value among the classes, or raise a ValueError without one."""
     position = {choice: index for index, choice in enumerate(classes)}
     for value in values:
         _check_class(name, value, position)

@@ -10,7 +10,10 @@ from jaxfl.data.load import Dataset, check_owners, from_arrays
 
 
 def _check_splits(name: str, value: Any) -> dict[str, Any]:
-    """Require a dataset with columns, or several as splits, and return them by name."""
+    """Require a dataset with columns, or a mapping of splits, and return splits by name.
+
+    A single dataset is the split "train".
+    """
     several = isinstance(value, Mapping) and len(value) > 0
     splits = dict(value) if several else {"train": value}
     for split in splits.values():
@@ -95,7 +98,14 @@ def _check_column_exists(name: str, column: str, known: list[str]) -> None:
 
 
 def _input_array(name: str, values: list[Any]) -> np.ndarray:
-    """Return inputs as an array with an axis of examples."""
+    """Return inputs as an array [n, ...] of float32, whole numbers or booleans.
+
+    Pictures without channels, and single numbers, get a last axis of length 1.
+
+    Raises:
+        TypeError: The inputs are texts.
+        ValueError: The inputs are no numbers, or differ in shape.
+    """
     if values and isinstance(values[0], str):
         raise TypeError(
             f"input must name a column of pictures or numbers, got {name!r} with texts such as "
@@ -116,7 +126,10 @@ def _input_array(name: str, values: list[Any]) -> np.ndarray:
 
 
 def _label_arrays(name: str, parts: list[list[Any]]) -> list[np.ndarray]:
-    """Return the labels of each split, with the same number for the same name."""
+    """Return the labels of each split. Names become their positions in alphabetical order.
+
+    The order is over the names of all splits.
+    """
     values = [value for part in parts for value in part]
     if any(value is None for value in values):
         raise ValueError(

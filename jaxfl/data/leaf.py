@@ -19,11 +19,11 @@ LEAF_CHARACTERS = (
 
 _SPACE = LEAF_CHARACTERS.index(" ")
 _SIDE = 28
-"""Rows and columns of FEMNIST's pictures."""
+"""Height and width of FEMNIST's pictures, in pixels."""
 
 
 class _Split(NamedTuple):
-    """Examples of all users of a split."""
+    """Examples of all users of a split: an input, a label and an owner for each example."""
 
     inputs: list[Any]
     labels: list[Any]
@@ -89,7 +89,11 @@ def _read_leaf_split(folder: Path) -> _Split:
 
 
 def _users(file: Path) -> dict[str, Any]:
-    """Return the examples of a file's users."""
+    """Return the examples of a file's users by name: a dict of inputs `x` and labels `y`.
+
+    Raises:
+        ValueError: The file is not LEAF's, or has no users.
+    """
     users = _user_data(file)
     if not users:
         raise ValueError(
@@ -100,7 +104,7 @@ def _users(file: Path) -> dict[str, Any]:
 
 
 def _user_data(file: Path) -> dict[str, Any]:
-    """Return the examples of a file's users, or nothing if the file is not LEAF's."""
+    """Return the examples of a file's users by name, or an empty dict if the file is not LEAF's."""
     # The file may hold any JSON, or none.
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
         users = json.loads(file.read_text(encoding="utf-8"))["user_data"]
@@ -110,7 +114,12 @@ def _user_data(file: Path) -> dict[str, Any]:
 
 
 def _inputs(folder: str, values: list[Any]) -> np.ndarray:
-    """Return inputs as numbers."""
+    """Return inputs as an array [n, ...]: numbers of characters for texts, otherwise numbers.
+
+    Args:
+        folder: Folder of the data, for errors.
+        values: Inputs of all examples.
+    """
     if values and all(isinstance(value, str) for value in values):
         return _of_one_shape(folder, [_characters(value) for value in values])
     return _as_pictures(_of_one_shape(folder, values))
@@ -135,7 +144,7 @@ def _of_one_shape(folder: str, values: list[Any]) -> np.ndarray:
 
 
 def _array_or_none(values: list[Any]) -> np.ndarray | None:
-    """Return numbers as an array, and None for values that are none, or of several lengths."""
+    """Return values as an array of numbers, or None if they are no numbers or differ in length."""
     try:
         array = np.array(values)
     except ValueError:
@@ -144,13 +153,13 @@ def _array_or_none(values: list[Any]) -> np.ndarray | None:
 
 
 def _classes(folder: str, values: list[Any]) -> Shaped[np.ndarray, "n"]:
-    """Return labels as numbers. The label of a text is a character."""
+    """Return labels as numbers. Labels of one character each become numbers of characters."""
     if values and all(isinstance(value, str) and len(value) == 1 for value in values):
         return _characters("".join(values))
     return _of_one_shape(folder, values)
 
 
 def _characters(text: str) -> Shaped[np.ndarray, "L"]:
-    """Return the numbers of characters."""
+    """Return the position of each character in `LEAF_CHARACTERS`, or that of the space."""
     found = [LEAF_CHARACTERS.find(character) for character in text]
     return np.array([_SPACE if number < 0 else number for number in found], np.int32)

@@ -12,7 +12,7 @@ from jaxfl.data.load import Dataset, check_owners, check_targets, from_arrays
 from jaxfl.data.owners import places
 
 UNKNOWN = 0
-"""Number of padding, and of tokens that a vocabulary does not have."""
+"""Number that stands for padding, and for tokens that a vocabulary does not have."""
 
 
 def _check_token_lists(name: str, value: Any) -> Sequence[Any]:
@@ -36,7 +36,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _check_vocabulary(name: str, value: Any) -> dict[str, int]:
-    """Require different tokens, and return their numbers from 1."""
+    """Require different tokens of type str, and return the number of each token, from 1."""
     listed = isinstance(value, str) or (isinstance(value, Sequence) and len(value))
     if not listed or not all(isinstance(token, str) for token in value):
         raise TypeError(
@@ -142,7 +142,13 @@ def from_lists(
 def _numbers_of(
     where: str, text: Any, vocabulary: Mapping[str, int] | None
 ) -> Int[np.ndarray, "t"]:
-    """Return the numbers of a list's tokens."""
+    """Return the numbers of a list's tokens in int32. Unknown tokens of a vocabulary become 0.
+
+    Args:
+        where: Name of the list, for errors.
+        text: A text, or a list of tokens.
+        vocabulary: Number of each known token. None requires whole numbers from 0.
+    """
     words = _is_list(text) and len(text) > 0 and isinstance(text[0], str)
     if isinstance(text, str) or words:
         if vocabulary is None:
@@ -164,7 +170,10 @@ def _numbers_of(
 def _token_windows(
     numbers: Int[np.ndarray, "t"], length: int
 ) -> tuple[Int[np.ndarray, "n L"], Int[np.ndarray, "n L"]]:
-    """Return consecutive windows of tokens, and the next token of each position or -1."""
+    """Return consecutive windows of `length` tokens, and the next token of each position or -1.
+
+    Positions without a next token have the input 0. A list of one token or none has no window.
+    """
     count = -(-(len(numbers) - 1) // length) if len(numbers) else 0
     padded = np.pad(numbers, (0, length + 1), constant_values=-1)
     rows = padded[np.arange(count)[:, None] * length + np.arange(length + 1)]
@@ -179,6 +188,6 @@ def _padded_in_front(numbers: Int[np.ndarray, "t"], length: int) -> Int[np.ndarr
 
 
 def _first_of_each(owner: Shaped[np.ndarray, "n"], most: int) -> Int[np.ndarray, "k"]:
-    """Return the rows of the first examples of each owner, in ascending order."""
+    """Return the rows of the first `most` examples of each owner, in ascending order."""
     own = np.unique(owner, return_inverse=True)[1]
     return np.flatnonzero(places(own, np.argsort(own, kind="stable")) < most)

@@ -40,7 +40,7 @@ NAMES = (
 )
 
 _CACHE_FORMAT = 1
-"""Version of the form of cached arrays, part of their key."""
+"""Version of the format of cached arrays, part of their key."""
 
 _READ_ROWS = 4096
 """Number of examples that are checked or decoded at a time."""
@@ -73,8 +73,7 @@ class Dataset(NamedTuple):
     columns: tuple[str, ...] = ()
     """Names of the inputs, if they come from a data frame (`jaxfl.data.from_frame`)."""
     encoding: tuple[Any, ...] = ()
-    """Encoding of each of the frame's columns, by which `jaxfl.data.encode_frame` encodes others.
-    """
+    """Encoding of each of the frame's columns, by which `encode_frame` encodes further rows."""
 
 
 def check_labels(
@@ -86,7 +85,7 @@ def check_labels(
         name: Name of the argument, for errors.
         labels: Labels of classes, or other whole numbers such as owners.
         length: Number of labels. None accepts any number.
-        classes: Number above every label. None accepts all numbers of 32 bits.
+        classes: Number of classes, which every label is below. None accepts all of int32.
     """
     labels = check_array(name, labels)
     if labels.ndim != 1 or (length is not None and len(labels) != length):
@@ -116,7 +115,7 @@ def check_labels(
 def check_owners(name: str, owners: Any) -> Shaped[np.ndarray, "n"]:
     """Require a vector of names, or of whole numbers of any size, and return it as an array.
 
-    Numbers beyond 64 bits with a sign stay Python's, which are compared without rounding.
+    Numbers that int64 cannot hold stay Python integers, which are compared without rounding.
     """
     array = _as_objects(name, owners)
     if array.ndim != 1:
@@ -141,7 +140,7 @@ def check_owners(name: str, owners: Any) -> Shaped[np.ndarray, "n"]:
 
 
 def _as_objects(name: str, values: Any) -> np.ndarray:
-    """Return a list as an array of its objects, and an array as it is."""
+    """Return a list as an array of its objects, and any other value as an array without a mask."""
     if isinstance(values, list | tuple):
         # NumPy would make names of numbers where both are in a list.
         array = np.empty(len(values), object)
@@ -151,7 +150,7 @@ def _as_objects(name: str, values: Any) -> np.ndarray:
 
 
 def _without_mask(name: str, values: Any) -> np.ndarray:
-    """Return an array, which must not be masked."""
+    """Return a value as an array, which must have no masked entries."""
     if isinstance(values, np.ma.MaskedArray | jax.Array):
         return check_array(name, values)
     return np.asarray(values)
@@ -221,7 +220,7 @@ def _in_32_bits(name: str, values: np.ndarray) -> np.ndarray:
 
 
 def _row_blocks(values: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield consecutive rows of an array, which may be a file that is larger than memory."""
+    """Yield blocks of consecutive rows, because the array may be a file larger than memory."""
     # An empty array has one empty block, because `np.concatenate` needs at least one.
     for start in range(0, max(1, len(values)), _READ_ROWS):
         yield values[start : start + _READ_ROWS]
@@ -393,7 +392,7 @@ def _check_owner(name: str, owner: np.ndarray | None, count: int) -> None:
 
 
 def _kind_of_rows(array: np.ndarray) -> tuple[str, tuple[int, ...]]:
-    """Return dtype and shape of an array's rows."""
+    """Return the dtype and the shape of a single row of an array."""
     return str(array.dtype), array.shape[1:]
 
 
@@ -417,7 +416,15 @@ def _digits() -> Dataset:
 
 
 def find_prepared(name: str, data_dir: str | os.PathLike[str] | None) -> Path:
-    """Return the folder of the highest prepared version of `name`."""
+    """Return the folder of the highest prepared version of `name`.
+
+    Args:
+        name: Name of the dataset, with its configuration if it has one.
+        data_dir: Folder of prepared datasets. None stands for the default of `load`.
+
+    Raises:
+        ValueError: The folder has no prepared copy.
+    """
     named = data_dir or os.environ.get("JAXFL_DATA_DIR") or os.environ.get("TFDS_DATA_DIR")
     given = named or "~/tensorflow_datasets"
     expanded = os.path.expanduser(given)
@@ -451,7 +458,11 @@ def _remedy(name: str, root: Path) -> str:
 
 
 def _read_prepared(name: str, folder: Path) -> dict[str, Any]:
-    """Decode a TFDS folder, or raise an error that names what is wrong with it."""
+    """Return the arrays of a TFDS folder and its number of classes, by the names in `Dataset`.
+
+    Raises:
+        ValueError: A package is missing, or the folder cannot be read. The message has the cause.
+    """
     try:
         import array_record  # noqa: F401
         import tensorflow_datasets as tfds
@@ -482,7 +493,7 @@ def _read_prepared(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _read_split(builder: Any, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the decoded images and the labels of a split."""
+    """Return the decoded images `[n, H, W, C]` of uint8, and the labels of a split."""
     import tensorflow_datasets as tfds
     from PIL import Image
 
@@ -516,7 +527,7 @@ def _read_split(builder: Any, split: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _check_file(path: str, expected: int) -> None:
-    """Require a complete file with the expected number of examples."""
+    """Require a complete file with the expected number of examples, or raise a ValueError."""
     from array_record.python.array_record_module import ArrayRecordReader
 
     if not os.path.isfile(path):
@@ -535,7 +546,8 @@ def _check_file(path: str, expected: int) -> None:
 def _upright(name: str, arrays: dict[str, Any]) -> dict[str, Any]:
     """Turn EMNIST's images upright, count its labels from 0, and check the labels of any dataset.
 
-    TFDS keeps the transposed images, and the labels of letters from 1, of EMNIST's files.
+    EMNIST's files have transposed images, and labels of letters from 1, and TFDS keeps both. The
+    dict `arrays` is changed and returned.
     """
     first = 1 if name == "emnist/letters" else 0
     if first:
@@ -552,7 +564,10 @@ def _upright(name: str, arrays: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cache_file(name: str, folder: Path) -> str:
-    """Return the name of the cached arrays' file, which changes with any file of the folder."""
+    """Return the name of the cached arrays' file.
+
+    It changes if the name, the size or the time of a file in the folder changes.
+    """
     stats = [(file.name, file.stat()) for file in sorted(folder.iterdir())]
     files = [(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats]
     facts = (_CACHE_FORMAT, name, folder.name, files)
@@ -570,7 +585,7 @@ def _read_cache(cached: str) -> dict[str, Any] | None:
 
 
 def _write_cache(cached: str, arrays: dict[str, Any]) -> None:
-    """Write all arrays or none. A folder that cannot be made or written is not an error."""
+    """Write all arrays to the cache, or none if its folder cannot be made or written."""
     with contextlib.suppress(OSError):
         path = cache_folder() / cached
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -36,7 +36,7 @@ _PUBLISHED_HASHES = {
     "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
     "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
 }
-"""Hashes of the published files."""
+"""SHA-256 hashes of the published files, by name."""
 
 _COMPUTATION_VERSION = 1
 """Version of the computation from tokens to features, part of the encoder's version."""
@@ -169,7 +169,7 @@ def minilm_tokens(texts: Sequence[str], *, length: int = 64) -> Int[np.ndarray, 
 
     Raises:
         TypeError: `texts` is not a sequence of texts.
-        ValueError: `length` is out of range, or a package is missing.
+        ValueError: `length` is out of range, a text is not valid Unicode, or a package is missing.
 
     Example:
         >>> minilm_tokens(["To be, or not to be"], length=8)  # doctest: +SKIP
@@ -185,10 +185,10 @@ def minilm_tokens(texts: Sequence[str], *, length: int = 64) -> Int[np.ndarray, 
 
 
 def tokenizer() -> Any:
-    """Return the published `tokenizers.Tokenizer`, which neither cuts off nor pads.
+    """Return the published `tokenizers.Tokenizer`, which neither truncates nor pads.
 
     Raises:
-        ValueError: A package is missing.
+        ValueError: A package is missing, or has another file.
     """
     cutter = _imported("tokenizers").Tokenizer.from_buffer(_published_content("tokenizer.json"))
     cutter.no_truncation()
@@ -197,7 +197,7 @@ def tokenizer() -> Any:
 
 
 def minilm_weights() -> Params:
-    """Return the published weights, under the names of our layers.
+    """Return the published weights, as the parameters of `Embeddings` and of each `Layer`.
 
     Raises:
         ValueError: A package is missing, or has another file.
@@ -225,11 +225,16 @@ _PUBLISHED_LAYERS = {
     "up": "intermediate.dense",
     "down": "output.dense",
 }
-"""Published names of the dense layers, by our names."""
+"""Published names of the dense layers, by their names in `Layer`."""
 
 
 def _layer_of(named: Mapping[str, np.ndarray], prefix: str) -> Params:
-    """Return the weights of a layer."""
+    """Return the weights of a `Layer`.
+
+    Args:
+        named: Published tensors by name.
+        prefix: Beginning of the names of the layer's tensors.
+    """
     dense = {
         own: {"kernel": named[f"{prefix}.{name}.weight"].T, "bias": named[f"{prefix}.{name}.bias"]}
         for own, name in _PUBLISHED_LAYERS.items()
@@ -241,12 +246,12 @@ def _layer_of(named: Mapping[str, np.ndarray], prefix: str) -> Params:
 
 
 def _norm_of(named: Mapping[str, np.ndarray], name: str) -> Params:
-    """Return the weights of a normalisation."""
+    """Return the scale and the bias of the published normalisation `name`."""
     return {"scale": named[f"{name}.weight"], "bias": named[f"{name}.bias"]}
 
 
 def _imported(module: str) -> Any:
-    """Return a module of an optional package."""
+    """Return a module of an optional package, or raise a ValueError if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -259,7 +264,11 @@ def _imported(module: str) -> Any:
 
 @functools.cache
 def _published_content(name: str) -> bytes:
-    """Return the content of one of the package's files, which must be the published one."""
+    """Return the content of one of the package's files.
+
+    Raises:
+        ValueError: The package is missing, or its file differs from the published one.
+    """
     # Finding the package runs none of its code, unlike importing it.
     found = importlib.util.find_spec(_PACKAGE)
     path = Path(str(found.origin)).parent / "model.zip" if found else None

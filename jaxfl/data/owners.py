@@ -61,7 +61,7 @@ def by_owner(
         )
 
     def rows_of(owner: np.ndarray) -> Partition:
-        """Return the rows of each client. Examples of other owners are left out."""
+        """Return the rows of each client. Examples of owners who are no clients are left out."""
         client = np.searchsorted(large_enough, owner)
         known = large_enough[np.minimum(client, len(large_enough) - 1)] == owner
         return lists_of(np.where(known, client, -1), len(large_enough))
@@ -70,11 +70,11 @@ def by_owner(
 
 
 def places(own: Int[np.ndarray, "n"], order: Int[np.ndarray, "n"]) -> Int[np.ndarray, "n"]:
-    """Return the place of each row among the rows of its owner.
+    """Return the place of each row, from 0, among the rows of its owner in `order`.
 
     Args:
-        own: Number of each row's owner.
-        order: All rows, those of an owner together, in ascending order of owners.
+        own: Number of each row's owner, from 0.
+        order: All row numbers in ascending order of owners, so that an owner's rows are together.
     """
     size = np.bincount(own)
     found = np.empty(len(own), np.int64)

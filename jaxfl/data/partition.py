@@ -27,7 +27,7 @@ from jaxfl._support.checks import (
 from jaxfl.data.load import check_labels, check_rows, check_targets
 
 Partition: TypeAlias = list[Int32[np.ndarray, "_"]]
-"""The rows of each client."""
+"""Row numbers of each client's examples, one ascending vector for each client."""
 
 
 @checked(labels=not_empty(check_targets), seed=count_from_0)
@@ -390,7 +390,7 @@ def matching(
 def _check_shards(
     name: str, labels: np.ndarray, classes: np.ndarray, shards: np.ndarray, remedy: str = ""
 ) -> None:
-    """Require an example of each class for each of its shards."""
+    """Require at least as many examples of each class as it has shards, or raise a ValueError."""
     counts = np.array([(labels == k).sum() for k in classes])
     k = (counts - shards).argmin()
     if counts[k] < shards[k]:
@@ -406,7 +406,12 @@ def _pick(rng: np.random.Generator, options: np.ndarray) -> Any:
 
 
 def lists_of(owner: Int[np.ndarray, "D"], clients: int) -> Partition:
-    """Return the rows of each client, from the client of each example or -1."""
+    """Return the ascending rows of each client.
+
+    Args:
+        owner: Client of each example. -1 stands for an example of no client.
+        clients: Number of clients.
+    """
     rows = np.argsort(owner, kind="stable").astype(np.int32)
     sizes = np.bincount(owner + 1, minlength=clients + 1)
     # The first part has the examples of no client.
@@ -414,10 +419,10 @@ def lists_of(owner: Int[np.ndarray, "D"], clients: int) -> Partition:
 
 
 def _proportions(rng: np.random.Generator, clients: int, alpha: float) -> Float[np.ndarray, "C"]:
-    """Draw proportions from a symmetric Dirichlet distribution.
+    """Draw proportions with the sum 1 from a symmetric Dirichlet distribution.
 
     The logarithm of a Gamma(a) variable is drawn as that of a Gamma(a + 1) variable minus an
-    exponential variable divided by a, because a variable of small a would underflow.
+    exponential variable divided by a. For a small a, the Gamma(a) variable itself would underflow.
     """
     alpha = float(np.clip(alpha, 1e-300, 1e300))
     gamma = rng.standard_gamma(alpha + 1, clients)
@@ -428,7 +433,10 @@ def _proportions(rng: np.random.Generator, clients: int, alpha: float) -> Float[
 
 
 def _top_up(rng: np.random.Generator, owner: np.ndarray, clients: int, minimum: int) -> np.ndarray:
-    """Raise clients to the minimum, always taking from the largest."""
+    """Give clients below `minimum` random examples of the largest clients.
+
+    `owner`, the client of each example, is changed and returned.
+    """
     sizes = np.bincount(owner, minlength=clients)
     give = np.maximum(minimum - sizes, 0)
 
@@ -452,7 +460,7 @@ def _top_up(rng: np.random.Generator, owner: np.ndarray, clients: int, minimum: 
 def _make_distinct(
     rng: np.random.Generator, slots: Int[np.ndarray, "C K"]
 ) -> Int[np.ndarray, "C K"]:
-    """Swap slots between clients until none has a class twice.
+    """Swap slots between clients until none has a class twice, in `slots` itself.
 
     A client i with class a twice swaps one slot of a with a client j that lacks a. Such a client
     exists, because a has at most as many slots as there are clients. Client j gives a class b that

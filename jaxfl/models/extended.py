@@ -75,7 +75,7 @@ def extended(
 
 
 def outputs_of(model: Model) -> Any:
-    """Return shape and type of a model's outputs for a batch of 2.
+    """Return shapes and dtypes of a model's outputs for a batch of 2, without computing them.
 
     Raises:
         ValueError: The model has no `input_shape`, or does not take a batch of that shape.

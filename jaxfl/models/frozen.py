@@ -15,7 +15,7 @@ from jaxfl.types import Model, Params, Tree
 
 
 class _Given:
-    """A map from original arrays, by `id`, to their substitutes.
+    """Map from original arrays, by `id`, to their substitutes.
 
     JAX stores this object in its caches and compares it by identity, so that no program gets
     another program's arrays.
@@ -38,7 +38,7 @@ _GIVEN = jax.make_user_context(None)
 """The substitutes for frozen weights, or None. It is part of the key of JAX's caches of traces."""
 
 _FUNCTIONS = ("extract", "classify", "apply", "sum_grad_squared")
-"""Fields of a model with functions of parameters and inputs."""
+"""Fields of a model whose values are functions of parameters and inputs, or None."""
 
 
 @contextlib.contextmanager
@@ -66,7 +66,11 @@ def given(own: Tree, arrays: Tree) -> Iterator[None]:
 
 
 def current(own: Tree) -> Tree:
-    """Return the substitutes for frozen weights that `given` has set, or the weights themselves."""
+    """Return the substitutes that `given` has set for frozen weights, or the weights themselves.
+
+    Args:
+        own: Frozen weights, the same array objects that `given` got.
+    """
     stand_ins = _GIVEN.value
     if stand_ins is None:
         return own
@@ -155,7 +159,7 @@ def _with_fixed(function: Callable) -> Callable:
 
 
 def check_params(model: Model, params: Any) -> Params:
-    """Return weights as JAX arrays, and require the shapes of a model's parameters.
+    """Require weights with the shapes of a model's parameters, and return them as JAX arrays.
 
     Raises:
         ValueError: The weights have other shapes, or the model has frozen weights already.

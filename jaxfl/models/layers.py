@@ -84,7 +84,7 @@ def as_floats(inputs: Shaped[Array, "B ..."]) -> Float[Array, "B ..."]:
 
 
 class Classifier(nn.Module):
-    """A network that splits at its head: `classify(extract(x))`."""
+    """Network that splits at its head: `classify(extract(x))`, with `extract` of the subclass."""
 
     def classify(self, features: Array) -> Array:
         """Return the outputs of a batch from its features."""
@@ -194,7 +194,12 @@ class Convolution(nn.Module):
 
 
 def _maps_shape(layer: Convolution, inputs: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a layer's maps for inputs of a shape."""
+    """Return the shape [features, H2, W2, B] of a layer's maps.
+
+    Args:
+        layer: The layer.
+        inputs: Shape [channels, H, W, B] of its inputs, with pairs of columns as channels.
+    """
     _, high, wide, batch = inputs
     wide = 2 * wide if layer.pairs else wide
     sides = []
@@ -205,9 +210,10 @@ def _maps_shape(layer: Convolution, inputs: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _blocks(x: Array, kernel: Array, padding: int) -> Float[Array, "B H2 W2 4 features"]:
-    """Return the maps of each window's four places, before pooling.
+    """Return the maps at each pooling window's four places, without bias, before pooling.
 
-    One convolution of stride 2 has a kernel for each place, shifted by as many pixels.
+    One convolution of stride 2 computes all places. It has a kernel for each place, shifted by the
+    place's row and column.
     """
     shifts = [((i, 1 - i), (j, 1 - j), (0, 0), (0, 0)) for i in range(2) for j in range(2)]
     kernels = jnp.concatenate([jnp.pad(kernel, shift) for shift in shifts], 3)
@@ -319,7 +325,7 @@ class GroupNorm(nn.Module):
         x: Float[Array, "channels H W B"],
         shortcut: Float[Array, "channels H W B"] | None = None,
     ) -> Float[Array, "channels H W B"]:
-        """Return normalised maps, to which a shortcut is added."""
+        """Return normalised maps in the dtype of x, with a shortcut added before ReLU if given."""
         scale = self.param("scale", nn.initializers.ones, (len(x),))
         bias = self.param("bias", nn.initializers.zeros, (len(x),))
         if self.is_initializing():
@@ -336,9 +342,9 @@ class GroupNorm(nn.Module):
 def _plain_norm(
     x: Array, shortcut: Array | None, scale: Array, bias: Array, options: NormOptions
 ) -> Array:
-    """Normalise by a slope and an offset for each channel and example, which follow from two sums.
+    """Return maps as `normalize` does, by a slope and an offset for each channel and example.
 
-    Derivatives then have the same structure.
+    Both follow from two sums over the maps. Derivatives then have the same structure.
     """
     sums = _at_once(x.sum((1, 2)), (x * x).sum((1, 2)))
     mean, square = group_means(jnp.stack(sums), x.shape, options)

@@ -20,7 +20,7 @@ from jaxfl.types import Model, Params, Tree
 
 
 class _Kernel(NamedTuple):
-    """The kernel of a dense layer, as a matrix from inputs to outputs."""
+    """Kernel of a dense layer as a matrix from inputs to outputs, without its numbers."""
 
     axes: tuple[int, ...]
     """Axes of the layer's input that the kernel contracts, counted from the end."""
@@ -41,14 +41,15 @@ _ADAPTABLE_LAYERS = (nn.Dense, nn.DenseGeneral, Dense, FirstAxisDense)
 _Context = nn.module.InterceptorContext
 
 _TRACE = jax.make_user_context(None)
-"""An object that is part of the key of JAX's caches of traces."""
+"""Object in the key of JAX's caches of traces, which a new object makes JAX trace again."""
 
 
 @contextlib.contextmanager
 def _intercepted(interceptor: Callable) -> Iterator[None]:
     """Call Flax's methods through an interceptor, within a `with` block.
 
-    JAX's caches of traces do not see interceptors. A new object in their key makes JAX trace again.
+    The keys of JAX's caches of traces do not contain interceptors, so a new object in these keys
+    makes JAX trace again.
     """
     with nn.intercept_methods(interceptor), _TRACE(object()):
         yield
@@ -158,7 +159,14 @@ def lora(
 
 
 def _low_rank(x: Array, a: Array, b: Array, kernel: _Kernel) -> Array:
-    """Return (x A) B, with its features on the axes where the layer has them."""
+    """Return (x A) B, with the axes of the layer's own outputs.
+
+    Args:
+        x: Inputs of the layer.
+        a: Matrix A, of shape (*inputs, r).
+        b: Matrix B, of shape (r, *outputs).
+        kernel: The layer's kernel.
+    """
     contracted = tuple(range(len(kernel.axes)))
     x = jnp.tensordot(x, a.astype(x.dtype), (kernel.axes, contracted))
     y = jnp.tensordot(x, b.astype(x.dtype), 1)
@@ -171,13 +179,13 @@ def _input(args: tuple, kwargs: dict[str, Any]) -> Array:
 
 
 def _random(key: Array, kernel: _Kernel, rank: int) -> Float[Array, "*m r"]:
-    """Draw a matrix A from N(0, 1/m)."""
+    """Draw a matrix A from N(0, 1/m), where m is the number of the layer's inputs."""
     values = jax.random.normal(key, (*kernel.inputs, rank))
     return values / values[..., 0].size ** 0.5
 
 
 def _nested(adapters: Mapping[Path, Any]) -> dict[str, Any]:
-    """Return adapters as a tree with the structure of the layers' parameters."""
+    """Return adapters as nested dicts by the names in their paths."""
     tree: dict[str, Any] = {}
     for path, adapter in adapters.items():
         *parents, last = path
@@ -189,7 +197,17 @@ def _nested(adapters: Mapping[Path, Any]) -> dict[str, Any]:
 def _adapted_layers(
     model: Model, params: Params, where: Sequence[str] | None, train: Sequence[str]
 ) -> dict[Path, _Kernel]:
-    """Return the dense layers that get an adapter, in the order of their calls."""
+    """Return the kernels of the dense layers that get an adapter, in the order of their calls.
+
+    Args:
+        model: The network.
+        params: Its weights.
+        where: Names of layers that get an adapter. None stands for all dense layers.
+        train: Names of top-level layers that train in full, and get no adapter.
+
+    Raises:
+        ValueError: A name of `where` is in no dense layer's path, or no layer is left.
+    """
     kernels = _kernels(model, params)
     found = {path: kernel for path, kernel in kernels.items() if path[0] not in train}
     if where is None:
@@ -211,7 +229,11 @@ def _adapted_layers(
 
 
 def _kernels(model: Model, params: Params) -> dict[Path, _Kernel]:
-    """Find the dense layers of a network by tracing its calls."""
+    """Return the kernels of a network's dense layers by path, in the order of their calls.
+
+    Raises:
+        ValueError: The model has no `input_shape`, or takes no batch of it.
+    """
     found: dict[Path, _Kernel] = {}
 
     def see(call: Callable, args: tuple, kwargs: dict[str, Any], context: _Context) -> Any:

@@ -22,7 +22,7 @@ from jaxfl.types import Model, Params
 
 
 class _MiniLmClassifier(Classifier):
-    """The encoder, the mean over tokens, and a dense head."""
+    """Network of the encoder's layers, the mean over tokens, and a dense head."""
 
     classes: int
 

@@ -16,7 +16,7 @@ Precision = Literal["float32", "tf32", "bfloat16"]
 """Names of the precisions of `with_precision`."""
 
 _PRODUCTS = {"float32": "float32", "tf32": "tensorfloat32", "bfloat16": None}
-"""JAX's precision of matrix products, where None is the default."""
+"""JAX's name for the precision of matrix products. None stands for JAX's default."""
 
 
 @checked()
@@ -71,7 +71,7 @@ def with_precision(model: Model, precision: Precision) -> Model:
 
 
 def _lowered(leaf: Array) -> Array:
-    """Convert floating numbers to bfloat16."""
+    """Return floating numbers as bfloat16, and other numbers unchanged."""
     if jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf.astype(jnp.bfloat16)
     # Tokens stay integers, because bfloat16 cannot represent 257.

@@ -38,7 +38,7 @@ def in_form(function: Callable[..., Any], form: Form | None) -> Callable[..., An
 
     Args:
         function: Function of pytrees of arrays.
-        form: one of `FORMS` (see `jaxfl.models.layers`), for convolutions and pooling. Any other
+        form: One of `FORMS` (see `jaxfl.models.layers`), for convolutions and pooling. Any other
             form evaluates the function as it is. None takes the form of the backend.
     """
 
@@ -58,14 +58,14 @@ def in_form(function: Callable[..., Any], form: Form | None) -> Callable[..., An
 
 
 class _Moved(NamedTuple):
-    """An array whose axes are in another order, with axis `order[i]` at position i."""
+    """Array whose axes are in another order than traced, with axis `order[i]` at position i."""
 
     array: Array
     order: tuple[int, ...]
 
 
 class _Convolution(NamedTuple):
-    """A convolution that is not computed yet, because it may include the operations that follow."""
+    """Convolution that is not computed yet, because it may include the operations that follow."""
 
     x: Array
     """Batch-minor maps."""
@@ -74,6 +74,7 @@ class _Convolution(NamedTuple):
     params: dict[str, Any]
     """Parameters of the traced operation."""
     filtered: bool
+    """Whether minimal filtering is used where it pays (see `kernels.convolution`)."""
     order: tuple[int, ...]
     """Order of the result's axes, as in `_Moved`."""
     bias: Array | None = None
@@ -151,21 +152,21 @@ def _bind(equation: Any, arrays: Sequence[Any], params: dict[str, Any]) -> Seque
 
 
 def _rewritten(value: Any, form: Form) -> Any:
-    """Return an inner program in a form, and any other parameter unchanged."""
+    """Return an inner program evaluated in a form, as a jaxpr, and any other value unchanged."""
     if isinstance(value, ClosedJaxpr):
         return jax.make_jaxpr(_evaluate(value, form))(*value.in_avals)
     return value
 
 
 def _forced(value: _Value) -> _Value:
-    """Compute a convolution, and return any other value unchanged."""
+    """Return the computed `_Moved` of a `_Convolution`, and any other value unchanged."""
     if isinstance(value, _Convolution):
         return _Moved(_convolve(value), value.order)
     return value
 
 
 def _array(value: _Value) -> Any:
-    """Return a value as an array with its axes in order."""
+    """Return a value as an array with its axes in the order of the trace."""
     value = _forced(value)
     if isinstance(value, _Moved):
         return value.array.transpose(np.argsort(value.order))
@@ -282,7 +283,7 @@ def _absorbed(equation: Any, waiting: _Convolution, *others: _Value) -> _Convolu
 
 
 def _is_relu(equation: Any) -> bool:
-    """Return whether an operation is `jax.nn.relu`, by its derivative."""
+    """Return whether an operation is `jax.nn.relu`, by comparing the jaxprs of the derivatives."""
     x = equation.invars[0].aval
     if len(equation.invars) != 1:
         return False
@@ -313,7 +314,7 @@ def _is_winograd(waiting: _Convolution) -> bool:
 
 
 def _convolve(waiting: _Convolution) -> Array:
-    """Compute a convolution with the operations that it includes."""
+    """Return the batch-minor maps of a convolution with its bias, ReLU and pooling."""
     x = waiting.x
     kernel = waiting.kernel
     params = waiting.params
@@ -352,7 +353,7 @@ def _convolve(waiting: _Convolution) -> Array:
 
 
 def _is_window(equation: Any) -> bool:
-    """Return whether `kernels.windows` covers a pooling."""
+    """Return whether `kernels.windows` covers a pooling: floating, undilated, at most 64 taps."""
     params = equation.params
     undilated = {*params["base_dilation"], *params["window_dilation"]} == {1}
     floating = jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating)
@@ -360,7 +361,12 @@ def _is_window(equation: Any) -> bool:
 
 
 def _is_pooling(equation: Any, order: Sequence[int]) -> bool:
-    """Return whether windows are 2x2, without overlap or padding, on an order's middle axes."""
+    """Return whether windows are 2x2, without overlap or padding, on the middle two of four axes.
+
+    Args:
+        equation: The pooling.
+        order: Axes of the input in the order of its array.
+    """
     params = equation.params
     sizes = [params["window_dimensions"][axis] for axis in order]
     strides = [params["window_strides"][axis] for axis in order]
@@ -369,7 +375,7 @@ def _is_pooling(equation: Any, order: Sequence[int]) -> bool:
 
 
 def _pool_in_order(value: _Value, equation: Any) -> _Value:
-    """Return a pooled array with its axes in the order of the input's."""
+    """Return a `_Moved` pooled array, with its axes in the same order as those of the input."""
     params = equation.params
     order = value.order if isinstance(value, _Moved) else tuple(range(jnp.ndim(value)))
     x = _in_order(value, order)
@@ -401,10 +407,10 @@ _ELEMENTWISE = frozenset([
 """Operations that take arrays in any order of axes, if all have the same order."""
 
 _REDUCTIONS = frozenset(("reduce_sum", "reduce_max", "reduce_min", "reduce_prod"))
-"""Operations that remove axes."""
+"""Operations that remove the axes of their parameter `axes`."""
 
 _BY_AXIS = {"slice": ("start_indices", "limit_indices", "strides"), "pad": ("padding_config",)}
-"""Operations with parameters that have an entry for each axis, and the names of these."""
+"""Names of the parameters that have an entry for each axis, by operation."""
 
 
 def _in_same_order(
@@ -412,8 +418,8 @@ def _in_same_order(
 ) -> _Moved | None:
     """Return the result of an operation on inputs whose axes `order` permutes.
 
-    The result says which order its own axes have. It is None for an operation that needs its axes
-    as traced.
+    The result's `order` is that of its own axes. It is None for an operation that needs its axes as
+    traced.
     """
     name = equation.primitive.name
     params = equation.params
@@ -457,9 +463,9 @@ def _split_axes(x: Array, order: tuple[int, ...], sizes: Sequence[int]) -> _Move
     Return None for any other reshape.
 
     Args:
-        x: Array, with its axes in an order.
-        order: The order.
-        sizes: New shape, with axes as traced.
+        x: Array, with axis `order[i]` of the trace at position i.
+        order: Order of the axes of x.
+        sizes: New shape, with its axes in the order of the trace.
     """
     parts = []
     left = list(enumerate(sizes))

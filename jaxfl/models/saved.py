@@ -31,7 +31,7 @@ from jaxfl.tasks import Task
 from jaxfl.types import Model, Params, Tree
 
 FORMAT = 1
-"""Version of the files."""
+"""Version of the format of files. Files of other versions cannot be loaded."""
 
 _TEXT = "jaxfl"
 """Name of the JSON text in a file's header."""
@@ -40,7 +40,7 @@ _NETWORKS = (mlp, lenet, lenet_groupnorm, feddpa_cnn, digits_cnn, resnet20, gru,
 _BUILDERS: dict[str, Callable[..., Model]] = {
     build.__name__: build for build in (*_NETWORKS, frozen, lora, with_precision)
 }
-"""Builders that a file may name."""
+"""Builders of networks that a file may name, by their names."""
 
 _TASKS: dict[str, Callable[..., Task]] = {
     "classification": tasks.classification,
@@ -48,7 +48,7 @@ _TASKS: dict[str, Callable[..., Task]] = {
     "regression": tasks.regression,
     "next_token": tasks.next_token,
 }
-"""Builders of tasks that a file may name."""
+"""Builders of tasks that a file may name, by their names."""
 
 Arrays = dict[str, np.ndarray]
 """Arrays of a file by name, for instance `params/head/kernel`."""
@@ -90,7 +90,12 @@ def save_models(path: pathlib.Path, models: Sequence[TrainedModel], about: dict[
 
 
 def _arrays_of(models: Sequence[TrainedModel], *, stacked: bool) -> Arrays:
-    """Return the arrays of one model, or of several with a leading axis of clients."""
+    """Return the arrays of one model, or of several, as NumPy arrays by name.
+
+    Args:
+        models: The models, which share their frozen weights.
+        stacked: Whether weights have a leading axis of models. Otherwise only the first counts.
+    """
     params = models[0].params
     if stacked:
         params = jax.tree.map(lambda *own: np.stack(own), *(model.params for model in models))
@@ -111,8 +116,8 @@ def load_model(
             networks and wrappers of `jaxfl.models` with tasks of `jaxfl.tasks`. Give networks and
             tasks of your own, and the network of a method that extends it for personal models, such
             as `prior_corrected(...).model`.
-        client: Number of a client, if the file holds the models of all. None stands for the only
-            model of the file.
+        client: Number of a client, from 0, if the file holds the models of all clients. None stands
+            for the only model of the file.
 
     Raises:
         ValueError: The file is missing, damaged or none of `Result.save`, its arrays do not fit the
@@ -155,7 +160,17 @@ def load_model(
 
 
 def _client_in(path: pathlib.Path, about: dict[str, Any], client: int | None) -> int | None:
-    """Return the index of the client whose model is wanted, or None for the global model."""
+    """Return the index of the client whose model to load, or None for the global model.
+
+    Args:
+        path: The file, for errors.
+        about: Description of the file's models (see `TrainedModel`).
+        client: Index that the caller gave, or None.
+
+    Raises:
+        ValueError: The file has no model of this client, or has several models and no index is
+            given.
+    """
     expected = about["client"]
     if expected == "all":
         if client is not None:
@@ -169,12 +184,17 @@ def _client_in(path: pathlib.Path, about: dict[str, Any], client: int | None) ->
 
 
 def _of_client(name: str, array: np.ndarray, client: int | None) -> np.ndarray:
-    """Return a client's part of an array. All clients share frozen weights."""
+    """Return a client's entry of an array `params/...`, and the array itself for frozen weights."""
     return array[client] if name.startswith("params/") else array
 
 
 def _read(path: pathlib.Path) -> tuple[dict[str, Any], Arrays]:
-    """Return the text and the arrays of a file, whose digest is right."""
+    """Return the JSON content and the arrays of a file.
+
+    Raises:
+        ValueError: `save_models` did not write the file, another version wrote it, or its digest
+            is wrong.
+    """
     if found := _foreign(path):
         raise ValueError(
             f"path must be a file that `Result.save` wrote, got {str(path)!r}, {found}. "
@@ -202,7 +222,7 @@ def _read(path: pathlib.Path) -> tuple[dict[str, Any], Arrays]:
 
 
 def _foreign(path: pathlib.Path) -> str | None:
-    """Return what a path is, or None for a file that `save_models` wrote, as its header says."""
+    """Return in words what a path is, or None for a file whose header names this project."""
     found = kind(path)
     if found != "a regular file":
         return found or "which is missing"
@@ -223,7 +243,15 @@ def _digest(content: dict[str, Any], arrays: Arrays) -> str:
 
 
 def _named_leaves(part: str, tree: Tree) -> dict[str, Any]:
-    """Return the leaves of a tree by their names in a file."""
+    """Return the leaves of a tree by their names in a file, such as `params/head/kernel`.
+
+    Args:
+        part: First part of the names: "params" or "frozen".
+        tree: The tree.
+
+    Raises:
+        ValueError: Two leaves have the same name.
+    """
     leaves = jax.tree.leaves_with_path(tree)
     named = {_array_name(part, path): leaf for path, leaf in leaves}
     if len(named) < len(leaves):
@@ -239,7 +267,10 @@ def _array_name(part: str, path: tuple[Any, ...]) -> str:
 
 
 def _shapes(network: Model, arrays: Arrays) -> Params:
-    """Return the shapes of a network's weights, without entries that no array has."""
+    """Return the shapes of a network's weights.
+
+    Entries of no layer are left out if `arrays` lacks one of their arrays.
+    """
     shapes = jax.eval_shape(lambda: network.init(key_of(0)))
     return {
         name: part
@@ -249,7 +280,18 @@ def _shapes(network: Model, arrays: Arrays) -> Params:
 
 
 def _of_names(path: pathlib.Path, network: Model, part: str, like: Tree, arrays: Arrays) -> Tree:
-    """Return a tree of a file's arrays, which must have its names, shapes and dtypes."""
+    """Return a file's arrays as a tree.
+
+    Args:
+        path: The file, for errors.
+        network: The network, for errors.
+        part: First part of the arrays' names: "params" or "frozen".
+        like: Tree with the shapes and dtypes that the arrays must have.
+        arrays: Arrays of the file by name.
+
+    Raises:
+        ValueError: An array is missing, or has another shape or dtype.
+    """
 
     def array_of(place: tuple[Any, ...], leaf: Any) -> jax.Array:
         name = _array_name(part, place)
@@ -266,12 +308,12 @@ def _of_names(path: pathlib.Path, network: Model, part: str, like: Tree, arrays:
 
 
 def _described_array(array: Any) -> str:
-    """Return dtype and shape of an array as text."""
+    """Return the dtype and shape of an array as text, or "none" for None."""
     return "none" if array is None else f"{array.dtype}{tuple(array.shape)}"
 
 
 def _network_recipe(network: Model, params: Params, arrays: Arrays) -> dict[str, Any] | None:
-    """Return how a builder makes the network of some weights, or None if no text can say it.
+    """Return the recipe by which a builder makes a network of these weights, as JSON, or None.
 
     Args:
         network: The network.
@@ -290,7 +332,11 @@ def _network_recipe(network: Model, params: Params, arrays: Arrays) -> dict[str,
 
 
 def _recipe(value: Any) -> dict[str, Any] | None:
-    """Return the recipe of a network or a task for JSON, or None if there is none."""
+    """Return the recipe of a network or a task as JSON, with `builder` and `arguments`.
+
+    None stands for a network or a task that no builder made, or whose arguments JSON cannot hold.
+    Weights among the arguments are left out, because the file has them.
+    """
     recipe = valid_recipe(value)
     if recipe is None:
         return None
@@ -311,7 +357,11 @@ def _recipe(value: Any) -> dict[str, Any] | None:
 
 
 def _network(path: pathlib.Path, content: dict[str, Any], arrays: Arrays) -> Model:
-    """Return the network and the task that a file names."""
+    """Return the network that a file names, with its task.
+
+    Raises:
+        ValueError: The file names no builder of the network or the task, or the builder fails.
+    """
     recipe = content["model"]["recipe"]
     task = content["task"]["recipe"]
     for subject, found in (("network", recipe), ("task", task)):
@@ -346,7 +396,11 @@ def _built(recipe: dict[str, Any], arrays: Arrays) -> Model:
 
 
 def _zeros(network: Model, most: int) -> Params:
-    """Return zeros in place of a network's weights, of which a file has at most `most`."""
+    """Return zeros with the shapes of a network's weights.
+
+    Raises:
+        ValueError: The network has more than `most` weights, the number of entries in the file.
+    """
     shapes = jax.eval_shape(lambda: network.init(key_of(0)))
     needed = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     if needed > most:

@@ -17,7 +17,7 @@ _KEEPS_VALUES = {
     "broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "expand_dims", "gather",
     "reshape", "slice", "squeeze", "transpose",
 }  # fmt: skip
-"""Operations whose results have no other values than their first operand."""
+"""Operations whose result has only values of the first operand, perhaps of another dtype."""
 
 _INNER_PROGRAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 """Parameters of operations that hold an inner program, which gets the same operands."""
@@ -34,11 +34,13 @@ def tables_of(program: core.ClosedJaxpr) -> list[int]:
 
 
 def check_table_rows(name: str, model: Model, inputs: Shaped[Array | np.ndarray, "D ..."]) -> None:
-    """Require inputs that index a model's table to be whole numbers that lie in the table.
+    """Require inputs that index a model's table to be whole numbers in [0, vocabulary).
+
+    A model without a vocabulary takes any inputs.
 
     Args:
         name: Name of the inputs, for errors.
-        model: Model, which knows the size of its table.
+        model: Model, whose `vocabulary` is the number of rows of its table.
         inputs: Examples, which may be a file that is larger than memory.
     """
     if model.vocabulary is None:
@@ -59,7 +61,7 @@ def check_table_rows(name: str, model: Model, inputs: Shaped[Array | np.ndarray,
 
 
 def _follow(program: core.Jaxpr, origins: Sequence[_Origin]) -> tuple[list[int], list[_Origin]]:
-    """Return the tables that a program indexes by its inputs, and the origins of its results.
+    """Return the numbers of rows of the tables that inputs index, and the results' origins.
 
     Args:
         program: Traced program.
@@ -96,7 +98,7 @@ def _follow(program: core.Jaxpr, origins: Sequence[_Origin]) -> tuple[list[int],
 
 
 def _inner_program(operation: core.JaxprEqn) -> core.Jaxpr | None:
-    """Return the program inside an operation that gets the operation's own operands."""
+    """Return the program inside an operation that takes the operation's operands, or None."""
     for name in _INNER_PROGRAMS:
         part = operation.params.get(name)
         program = part.jaxpr if isinstance(part, core.ClosedJaxpr) else part

@@ -115,12 +115,12 @@ def _text_model(name: str, module: nn.Module, length: int, every: bool, vocabula
 
 
 def _whole(tokens: Shaped[Array, "B L"]) -> Int[Array, "B L"]:
-    """Convert tokens of any type, such as bytes, to 32-bit integers."""
+    """Return tokens of any whole type, such as bytes, as int32."""
     return tokens.astype(jnp.int32)
 
 
 class _Recurrent(nn.Module):
-    r"""A gated recurrent unit, from zero states, on inputs x from a table.
+    r"""Gated recurrent unit, whose states h start at zero, on inputs x that are rows of a table.
 
     .. math::
         r, z &= \sigma(W_{rz} x + b_{rz} + U_{rz} h) \\
@@ -282,7 +282,7 @@ def _attend(
 
 
 def _look_up(table: Float[Array, "V F"], tokens: Int[Array, "B L"]) -> Float[Array, "F B L"]:
-    """Return the rows of a table that tokens index, feature-major."""
+    """Return the rows of a table that tokens index, with features on the first axis."""
     if len(table) > _ONE_HOT:
         return table[tokens].transpose(2, 0, 1)
     one_hot = (tokens.reshape(1, -1) == jnp.arange(len(table))[:, None]).astype(table.dtype)

@@ -17,20 +17,20 @@ from jaxfl.models.tables import check_table_rows
 from jaxfl.types import Model, Params, Tree
 
 _BATCH = 256
-"""Number of examples that one call of the compiled network computes."""
+"""Number of examples in one call of the compiled network, with padding."""
 
 
 # Comparing arrays gives arrays, so models are equal only to themselves.
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrainedModel:
-    """A network with its trained weights. `model(inputs)` returns the outputs.
+    """Network with its trained weights. `model(inputs)` returns the outputs.
 
     Args:
         model: The network and its task.
-        params: Its weights.
-        frozen: Its frozen weights, which no client trained (see `jaxfl.models.frozen`). The default
-            is those of `model`.
-        about: What the model is, ready for JSON. `method` and `clients` describe the run, and
+        params: Trained weights of the network.
+        frozen: Frozen weights, which no client trained (see `jaxfl.models.frozen`). None stands for
+            those of `model`.
+        about: Description of the model as JSON values. `method` and `clients` describe the run, and
             `round` is the number of rounds that trained the model. `keep` is "best" if test scores
             chose this round. `client` is None for the global model, and otherwise the number of the
             client whose model this is. `privacy` says which epsilon covers the weights. `statement`
@@ -72,11 +72,10 @@ class TrainedModel:
         return self._in_batches(self._outputs, inputs)
 
     def predict(self, inputs: Shaped[Array | np.ndarray, "B ..."]) -> Shaped[np.ndarray, "B ..."]:
-        """Return what the task predicts for examples.
+        """Return the task's predictions for examples (see `Task.predict`).
 
-        A classification gives a class [B], a multi-label task gives true labels as a mask [B, K], a
-        regression gives numbers, and `next_token` gives a token for each position [B, L]. Other
-        tasks say it by `Task.predict`.
+        A classification gives classes [B], a multi-label task gives true labels as a mask [B, K], a
+        regression gives numbers, and `next_token` gives a token for each position [B, L].
 
         Args:
             inputs: Examples, as in a call of the model.
@@ -98,18 +97,18 @@ class TrainedModel:
         return self._forward(params, self.frozen, inputs)
 
     def _forward(self, params: Params, frozen: Tree, inputs: Array) -> Array:
-        """Return the outputs of one batch by any weights."""
+        """Return the outputs of one batch by any weights and any frozen weights."""
         with given(self.model.frozen, frozen):
             return self.model.apply(params, self.model.prepare(inputs))
 
     @functools.cached_property
     def _outputs(self) -> Callable[[Params, Tree, Array], Array]:
-        """The compiled network, with frozen weights as an argument."""
+        """Compiled function of weights, frozen weights and a batch that returns outputs."""
         return jax.jit(self._forward)
 
     @functools.cached_property
     def _predictions(self) -> Callable[[Params, Tree, Array], Array]:
-        """The compiled network, followed by the task's prediction."""
+        """Compiled function of weights, frozen weights and a batch that returns predictions."""
         outputs = self._outputs
         predict = self.model.task.predict
         return jax.jit(lambda params, frozen, inputs: predict(outputs(params, frozen, inputs)))
@@ -117,7 +116,7 @@ class TrainedModel:
     def _in_batches(
         self, program: Callable[[Params, Tree, Array], Array], inputs: Any
     ) -> np.ndarray:
-        """Return the results of a program, which always gets batches of one size."""
+        """Return the results of a program for all inputs, which it gets in batches of one size."""
         examples = self._checked_inputs(inputs)
         # No examples are one batch of padding, which has the shape of the results.
         starts = range(0, max(1, len(examples)), _BATCH)
@@ -128,14 +127,14 @@ class TrainedModel:
         return np.concatenate(results)
 
     def _of_part(self, program: Callable[[Params, Tree, Array], Array], part: np.ndarray) -> Any:
-        """Return the results of at most one batch, which is padded with zeros."""
+        """Return the results of a part of at most one batch, which is padded with zeros."""
         padded = np.zeros((_BATCH, *part.shape[1:]), part.dtype)
         padded[: len(part)] = part
         found = program(self.params, self.frozen, jnp.asarray(padded))
         return np.asarray(found)[: len(part)]
 
     def _checked_inputs(self, inputs: Any) -> np.ndarray:
-        """Return examples that the network takes."""
+        """Return examples as an array, or raise a ValueError if the network does not take them."""
         examples = check_inputs("inputs", inputs)
         _check_input_shape(self.model.input_shape, examples.shape)
         check_table_rows("inputs", self.model, examples)
@@ -143,7 +142,12 @@ class TrainedModel:
 
 
 def _check_input_shape(wanted: tuple[int, ...] | None, shape: tuple[int, ...]) -> None:
-    """Require a batch of examples of a shape. None stands for any shape."""
+    """Require a batch whose examples have the wanted shape. None accepts any shape.
+
+    Args:
+        wanted: Shape of one example, or None.
+        shape: Shape of the batch.
+    """
     if wanted is not None and shape[1:] != wanted:
         sizes = ", ".join(map(str, wanted))
         remedy = "inputs[None]" if shape == wanted else f"inputs.reshape(-1, {sizes})"

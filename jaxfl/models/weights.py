@@ -54,5 +54,5 @@ def with_weights(model: Model, params: Params) -> Model:
 
 
 def _as_float(leaf: jax.Array) -> jax.Array:
-    """Return weights in the precision in which all models train."""
+    """Return weights in float32, the precision in which all models train."""
     return jnp.asarray(leaf, jnp.float32)

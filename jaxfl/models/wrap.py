@@ -224,14 +224,23 @@ def from_nnx(
 
 
 def _names_of_path(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """Return the path of an nnx parameter by names, where each layer of a top-level list is one."""
+    """Return the path of an nnx parameter as names, which lead through a tree of parameters.
+
+    An attribute that is a list and a position in it become one name, such as `layers_0`.
+    """
     if len(path) > 1 and isinstance(path[1], int):
         path = (f"{path[0]}_{path[1]}", *path[2:])
     return tuple(map(str, path))
 
 
 def _stream(key: Array | None, number: int, leaf: Any) -> Array:
-    """Return a new value of one leaf of nnx's streams, which is a key or a count of its uses."""
+    """Return a new value of one leaf of nnx's streams, which is a key or a count of its uses.
+
+    Args:
+        key: Key of all streams. None stands for a fixed key, in evaluation.
+        number: Number of the leaf, from which its own key is derived.
+        leaf: The leaf, of which only shape and dtype are read. A count becomes 0.
+    """
     if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jnp.zeros(leaf.shape, leaf.dtype)
     key = jax.random.fold_in(key_of(0) if key is None else key, number)
@@ -239,9 +248,10 @@ def _stream(key: Array | None, number: int, leaf: Any) -> Array:
 
 
 class _PureModule(NamedTuple):
-    """A module as pure functions."""
+    """Module of any kind as pure functions."""
 
     module: Any
+    """The module itself, for its name and its methods' signatures."""
     variables: Callable[[Array, Array], Any]
     """Function from a key and a batch to the module's variables by collections."""
     call: Callable[[str, Params, Array, Array | None], Array]
@@ -252,7 +262,13 @@ class _PureModule(NamedTuple):
 
 
 def _mode(module: Any, method: str, key: Array | None) -> dict[str, bool]:
-    """Return the method's arguments that switch between training and evaluation."""
+    """Return the method's arguments that switch between training and evaluation, by name.
+
+    Args:
+        module: The module.
+        method: Name of the method.
+        key: Key in training, or None in evaluation.
+    """
     names = inspect.signature(getattr(module, method)).parameters
     train = key is not None
     values = {"train": train, "training": train, "deterministic": not train}
@@ -270,7 +286,7 @@ def _checked_model(
     form: Form | None,
     vocabulary: int | None,
 ) -> Model:
-    """Return the model of a network, or raise if the network does not fit one."""
+    """Return the model of a network, or raise a ValueError as in `from_flax`."""
     kind = type(network.module).__name__
 
     def method(method: str) -> Callable[..., Array]:
@@ -335,7 +351,7 @@ def _checked_model(
 def with_either(look: Callable[[Any], T]) -> tuple[Any, T]:
     """Return the first dtype of inputs that a function takes, and the function's result.
 
-    The dtypes are float32, and int32 for embeddings of tokens.
+    It tries float32, then int32 for embeddings of tokens.
 
     Args:
         look: Function of the dtype.

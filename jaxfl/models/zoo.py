@@ -22,16 +22,16 @@ Shape = tuple[int, int, int]
 
 
 def _as_vectors(inputs: Shaped[Array, "B ..."]) -> Float[Array, "B F"]:
-    """Return rows of pictures in the order (channels, H, W), and vectors as they are."""
+    """Return inputs `as_floats`, with pictures as vectors in the order (channels, H, W)."""
     if inputs.ndim == 2:
         return as_floats(inputs)
     return as_floats(inputs).transpose(0, 3, 1, 2).reshape(len(inputs), -1)
 
 
 def _bytes(inputs: Shaped[Array, "B H W C"]) -> Shaped[Array, "C H W B"]:
-    """Transpose pictures to batch-minor, and leave bytes as they are.
+    """Return pictures with the batch as the last axis, in their dtype.
 
-    Bytes are a quarter of the memory to move.
+    Bytes stay bytes, because they take a quarter of the memory traffic of floats.
     """
     return inputs.transpose(3, 1, 2, 0)
 
@@ -39,7 +39,13 @@ def _bytes(inputs: Shaped[Array, "B H W C"]) -> Shaped[Array, "C H W B"]:
 def _picture_maps(
     inputs: Shaped[Array, "B H W C"], padding: int | None = None
 ) -> Float[Array, "maps H2 W2 B"]:
-    """Return batch-minor maps of floats, in pairs of columns unless `padding` is None."""
+    """Return batch-minor maps of floats.
+
+    Args:
+        inputs: Pictures, as bytes or floats.
+        padding: Number of zeros on each side, for a layer that reads pairs of columns as channels
+            (`to_pairs`). None gives maps without pairs and without padding.
+    """
     x = _bytes(inputs)
     if padding:
         x = jnp.pad(as_floats(x), ((0, 0), (padding, padding), (padding, padding), (0, 0)))
@@ -405,7 +411,18 @@ def _cnn(
     relu: bool = True,
     kind: Network = "usual",
 ) -> Model:
-    """Return a model of convolutions, dense layers of some widths, and a head."""
+    """Return a model of convolutions, dense layers of some widths, and a head.
+
+    Args:
+        name: Name of the model.
+        convolutions: Options of each `Convolution`, except its form.
+        widths: Numbers of outputs of the dense layers.
+        input_shape: Shape (H, W, C) of an example.
+        classes: Number of logits.
+        form: Form of convolutions. None takes that of the devices of a run.
+        relu: Whether ReLU follows each dense layer.
+        kind: Kind of network, for the default form.
+    """
     # A product with few outputs is slow. Pairs of columns double them, for (k + 1) / k times the
     # operations.
     first = convolutions[0]
@@ -436,9 +453,10 @@ def _cnn(
 
 
 def _with_parts(convolutions: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return convolutions with the `parts` that fused layers write for the next one.
+    """Return the options of convolutions with `parts`, the layout in which a layer writes columns.
 
-    A layer reads parts only if it is fused and has no padding.
+    A fused layer writes the parts that the next layer reads. A layer reads more than one part only
+    if it is fused and has no padding.
     """
     joined = []
     wanted = 1
@@ -506,7 +524,7 @@ def _model_by_form(
 
 
 def _empty(init: Callable[[Array], Any]) -> bool:
-    """Return whether a layer gets an empty input, by whose size some initializers divide."""
+    """Return whether a layer has no inputs, so that a parameter is empty or `init` divides by 0."""
     try:
         params = jax.eval_shape(lambda: init(key_of(0)))
     except ZeroDivisionError:

@@ -50,7 +50,10 @@ class ConvolutionOptions(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def convolve(x: Array, kernel: Array, bias: Array, options: ConvolutionOptions) -> Array:
-    """Return feature maps (f, h, w, n) of x (c, H, W, n) and a kernel (k, l, c, f)."""
+    """Return feature maps (f, h, w, n) of x (c, H, W, n), a kernel (k, l, c, f) and a bias (f,).
+
+    With `pairs`, x is (2c, H, W / 2, n). Only reverse mode is supported.
+    """
     return _convolve_with_residuals(x, kernel, bias, options)[0]
 
 
@@ -155,7 +158,7 @@ class _Filter(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """Sizes of one convolution, and its filter."""
+    """Sizes of one convolution, and its filter. Maps are those before pooling."""
 
     high: int
     """Number of rows of the maps."""
@@ -186,7 +189,7 @@ def _plan(x: Array, kernel: Array, options: ConvolutionOptions) -> _Plan:
 
 @functools.cache
 def _filter(rows: int, size: int) -> _Filter:
-    """Return minimal filtering for tiles of `rows` rows and a kernel of `size` rows.
+    """Return the filter for tiles of `rows` output rows and a kernel of `size` rows.
 
     It is the transpose of Toom-Cook multiplication, which multiplies polynomials by their values at
     q points. The last point is infinity. Tiles of a single row have all taps in one product.
@@ -228,9 +231,9 @@ def _from_points(d: Array, plan: _Plan) -> Array:
 
 
 def _pair_kernel(kernel: Array) -> Array:
-    """Return a kernel (k, (l + 1) / 2, 2c, 2f) for pairs of columns, of a kernel (k, l, c, f).
+    """Return a kernel (k, (l + 1) / 2, 2c, 2f) for pairs of columns, from a kernel (k, l, c, f).
 
-    It makes two neighbouring outputs of a row from pairs of inputs.
+    It makes two neighbouring outputs of a row from pairs of inputs. The width l is odd.
     """
     size, columns, c, f = kernel.shape
     places = [jnp.pad(kernel, ((0, 0), (j, 1 - j), (0, 0), (0, 0))) for j in range(2)]
@@ -245,7 +248,9 @@ def _unpair_kernel(d: Array, shape: tuple[int, ...]) -> Array:
 
 
 def to_pairs(x: Array) -> Array:
-    """Turn each pair of neighbouring columns into channels in the order (column, channel).
+    """Return maps (2c, h, w / 2, n) of x (c, h, w, n), whose pairs of columns become channels.
+
+    The channels are in the order (column, channel).
 
     This suits a first layer with few channels and a wide kernel. It then computes both outputs of a
     row of a pooling window at once. The matrix products have twice the outputs and fewer patches,
@@ -256,7 +261,7 @@ def to_pairs(x: Array) -> Array:
 
 
 def _padded(x: Array, plan: _Plan, padding: Padding) -> Array:
-    """Pad x with zeros, and extend it below so that its rows fill the tiles."""
+    """Return x with padding of zeros, and with more zeros below so that its rows fill the tiles."""
     needed = (plan.tiles - 1) * plan.rows + len(plan.filter.inputs)
     high = -(-needed // plan.rows) * plan.rows
     (above, _), sides = padding
@@ -324,13 +329,19 @@ def _from_rows(rows: list[Array], plan: _Plan) -> Array:
 
 
 def _join_rows(rows: Sequence[Array], high: int) -> Array:
-    """Return maps (f, high, w, n) from the rows of each tile."""
+    """Return maps (f, high, w, n) from the rows (f, tiles, w, n) of every tile."""
     y = jnp.stack(rows, 2)
     return y.reshape(len(y), -1, *y.shape[3:])[:, :high]
 
 
 def _split_rows(y: Array, rows: int, tiles: int) -> list[Array]:
-    """Return the rows of each tile from maps y, by the transpose of `_join_rows`."""
+    """Return the rows (f, tiles, w, n) of every tile from maps y, as `_join_rows` takes them.
+
+    Args:
+        y: Maps (f, h, w, n).
+        rows: Number of rows of a tile.
+        tiles: Number of tiles, which zeros fill below the maps.
+    """
     y = jnp.pad(y, ((0, 0), (0, tiles * rows - y.shape[1]), (0, 0), (0, 0)))
     y = y.reshape(len(y), tiles, rows, *y.shape[2:])
     return [y[:, :, i] for i in range(rows)]
@@ -426,7 +437,14 @@ def _windows(above: Array, below: Array, pairs: bool) -> tuple[Array, Array]:
 
 
 def _unpool(winner: Array, g: Array, plan: _Plan, pairs: bool) -> list[Array]:
-    """Return the gradient of a tile's rows from the gradient g of pooled maps."""
+    """Return the gradients of every tile's rows from the gradient g of pooled maps.
+
+    Args:
+        winner: Route of each window: the place that gets the gradient, or `_NOBODY`.
+        g: Gradient of pooled maps (f, h, w, n).
+        plan: Sizes of the convolution.
+        pairs: Whether the maps have pairs of columns as channels.
+    """
     odd = plan.rows % 2
     windows, tiles = (1, g.shape[1]) if odd else (plan.rows // 2, plan.tiles)
     rows = []

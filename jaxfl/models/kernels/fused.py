@@ -43,20 +43,21 @@ _BITS = 3
 """Bits of a route's integer for the place of one feature."""
 
 _PER_WORD = 8
-"""Most features whose places one integer of a route holds."""
+"""Largest number of features whose places one integer of a route holds."""
 
 _THREADS = 128
-"""Threads of a program."""
+"""Number of threads of a program."""
 
 _REGISTERS = 96
-"""Registers of a thread for its sums."""
+"""Number of registers of a thread that its sums may take."""
 
 
 class _Lines(NamedTuple):
-    """The layout of a line: blocks of columns, between two margins.
+    """Layout of a line: blocks of columns, between two margins.
 
-    A block has the `stride` columns of one channel and one remainder. Vectors begin at multiples of
-    a step. Kernels read beyond a block, as far as the margin, for columns that do not count.
+    A block has the `stride` columns of one channel and one remainder. Both sizes are multiples of
+    the step in which kernels read. Kernels may read beyond a block, by at most the margin, for
+    columns whose results are dropped.
     """
 
     margin: int
@@ -69,12 +70,18 @@ class _Lines(NamedTuple):
         return self.margin + block * self.stride
 
     def length(self, blocks: int) -> int:
-        """Return the number of columns of a line with so many blocks."""
+        """Return the number of columns of a line with this number of blocks and both margins."""
         return self.at(blocks) + self.margin
 
 
 def _lines(wide: int, split: int, batch: int) -> _Lines:
-    """Return the layout of maps with `wide` columns, stored by their remainder of `split`."""
+    """Return the layout of lines of maps.
+
+    Args:
+        wide: Number of columns of the maps.
+        split: Number of remainders by which the columns are stored.
+        batch: Padded number of examples.
+    """
     step = _THREADS // math.gcd(_THREADS, batch)
     margin = step * math.ceil(LARGEST_FUSED // 2 / step)
     stride = step * math.ceil(math.ceil(wide / split) / step)
@@ -91,7 +98,7 @@ class Maps:
     """
 
     flat: Any
-    """The numbers, floating or bytes, with both paddings."""
+    """Array [lines, columns of all channels, B] of floats or bytes, with all padding."""
     shape: tuple[int, int, int, int] = dataclasses.field(metadata={"static": True})
     """Shape [channels, H, W, B] without paddings."""
     split: int = dataclasses.field(metadata={"static": True})
@@ -113,12 +120,12 @@ class Maps:
 
     @property
     def lines(self) -> _Lines:
-        """Layout of the columns in a line."""
+        """Layout of the columns in a line of `flat`."""
         return _lines(self.shape[2], self.split, self.flat.shape[-1])
 
     @property
     def dtype(self) -> Any:
-        """Type of the numbers."""
+        """Type of the numbers in `flat`."""
         return self.flat.dtype
 
     def array(self) -> Array:
@@ -209,7 +216,7 @@ class _ConvolutionLayer(NamedTuple):
         return _lines(self.wide, self.parts, self.batch)
 
     def result(self, blocks: int, kind: Any = jnp.float32) -> tuple[tuple[int, ...], Any]:
-        """Return shape and type of pooled maps or routes with so many blocks in a line."""
+        """Return shape and type of pooled maps or routes with this number of blocks in a line."""
         lines = self.high + self.high % 2
         return (lines, self.written.length(blocks), self.batch), kind
 
@@ -251,7 +258,14 @@ _pooled.defvjp(_pooled_forward, _pooled_backward, symbolic_zeros=True)
 
 
 def _further_apart(maps: Array, old: _Lines, new: _Lines, columns: int) -> Array:
-    """Return the first columns of each block in a new layout, with zeros all around them."""
+    """Return maps in a new layout, with zeros around each block.
+
+    Args:
+        maps: Pooled maps or routes in the old layout.
+        old: The old layout.
+        new: The new layout, with longer blocks.
+        columns: Number of columns of each block that have values.
+    """
     batch = maps.shape[-1]
     blocks = maps[:, old.margin : -old.margin].reshape(len(maps), -1, old.stride, batch)
     blocks = blocks[:, :, :columns]
@@ -293,7 +307,13 @@ def _call(work: Callable[..., tuple], layer: _ConvolutionLayer) -> Callable[...,
 
 
 def by_lane(size: int, batched: Sequence[bool], arrays: Sequence[Array]) -> list[Array]:
-    """Return arrays with an axis of vectorised clients, along which shared arrays are repeated."""
+    """Return arrays that all have a first axis of vectorised clients.
+
+    Args:
+        size: Number of vectorised clients.
+        batched: Whether each array has the axis already.
+        arrays: The arrays. An array without the axis is shared, and is repeated along it.
+    """
     return [
         a if b else jnp.broadcast_to(a, (size, *a.shape))
         for a, b in zip(arrays, batched, strict=True)
@@ -306,10 +326,10 @@ def launch(
     """Return a function of arrays that runs a kernel's body at each place of a grid.
 
     Args:
-        body: Function of the place in the grid, the arrays and the results, which stay in the
-            device's memory.
+        body: Function of the place in the grid, and of references to arrays and results in the
+            device's memory. It writes the results.
         grid: Number of programs on each axis.
-        out: shape and type of each result.
+        out: Shape and type of each result.
     """
     if not on_gpu():
 
@@ -346,7 +366,10 @@ def _tile(features: int, sums: int, lanes: int) -> int:
 
 
 def _in_word(layer: _ConvolutionLayer) -> int:
-    """Return the number of features of a forward program, and of an integer of a route."""
+    """Return the number of features that one forward program computes.
+
+    One integer of a route holds the places of the same features.
+    """
     sums = len(_PLACES) * layer.parts
     return _tile(layer.features, sums, layer.written.stride * layer.batch)
 
@@ -362,7 +385,16 @@ def zeros_like(read: Array) -> Array:
 def _seen(
     layer: _ConvolutionLayer, x: Any, client: Any, line: Any, channel: Any, tap: int
 ) -> Array:
-    """Load the input column that a tap reads, for all windows."""
+    """Return the input column that a tap reads, for all windows, with bytes as floats.
+
+    Args:
+        layer: The layer.
+        x: Reference to the inputs of all clients.
+        client: Index of the client.
+        line: Line of the input.
+        channel: Channel of the input.
+        tap: One of `layer.taps`.
+    """
     start = layer.read.at(channel * layer.split + tap % layer.split) + tap // layer.split
     read = x[client, line, pl.ds(start, layer.written.stride), :]
     if read.dtype == jnp.uint8:
@@ -373,7 +405,9 @@ def _seen(
 def _place_of(word: Array, feature: Any) -> Array:
     """Return the places of a feature's windows from a route's integers.
 
-    `feature` counts within the integer.
+    Args:
+        word: The integers, one for each window.
+        feature: Position of the feature among those of the integer.
     """
     shift = jnp.full(word.shape, _BITS * feature, jnp.int32)
     return lax.shift_right_logical(word, shift) & (2**_BITS - 1)
@@ -400,7 +434,7 @@ def _weights_at(layer: _ConvolutionLayer, u: int, v: int) -> Iterator[tuple[int,
 
 
 def _to_pooled(layer: _ConvolutionLayer, x: Array, kernel: Array, bias: Array) -> tuple:
-    """Return the kernel of pooled maps and routes.
+    """Return body, grid and results (see `_call`) of the kernel of pooled maps and routes.
 
     A program handles a line and some features.
     """
@@ -456,7 +490,7 @@ def _to_pooled(layer: _ConvolutionLayer, x: Array, kernel: Array, bias: Array) -
 
 
 def _to_weights(layer: _ConvolutionLayer, route: Array, grad: Array, x: Array) -> tuple:
-    """Return the kernel of both parameters' gradients.
+    """Return body, grid and results (see `_call`) of the kernel of both parameters' gradients.
 
     A program handles a line of the convolution's kernel, a channel and some features, over all
     lines of maps. Each program also writes the gradient of its features' biases, so that there are
@@ -525,7 +559,7 @@ def _to_weights(layer: _ConvolutionLayer, route: Array, grad: Array, x: Array) -
 def _to_inputs(
     given: _Lines, layer: _ConvolutionLayer, route: Array, grad: Array, kernel: Array
 ) -> tuple:
-    """Return the kernel of the input's gradient.
+    """Return body, grid and results (see `_call`) of the kernel of the input's gradient.
 
     A program handles a pair of lines and some channels. `given` is the layout of the lines of
     `route` and `grad`.

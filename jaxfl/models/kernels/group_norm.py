@@ -104,7 +104,13 @@ def _sums(a: Array, b: Array, shape: tuple[int, ...]) -> Float[Array, "2 c n"]:
 
 
 def group_means(sums: Array, shape: tuple[int, ...], options: NormOptions) -> Float[Array, "2 c n"]:
-    """Return the means of each channel's group from two sums per channel and example."""
+    """Return the mean over each channel's group, from two sums per channel and example.
+
+    Args:
+        sums: Sums over (H, W), [2, c, n].
+        shape: Shape (c, h, w, n) of the maps.
+        options: Options, with the number of groups.
+    """
     channels, high, wide, batch = shape
     size = channels // options.groups
     means = sums.reshape(2, options.groups, size, batch).sum(2) / (size * high * wide)
@@ -112,7 +118,7 @@ def group_means(sums: Array, shape: tuple[int, ...], options: NormOptions) -> Fl
 
 
 def _along_rows(factors: Float[Array, "k c n"], shape: tuple[int, ...]) -> Float[Array, "k c 1 wn"]:
-    """Repeat each factor for every column, by a matrix product.
+    """Return each factor repeated for every column, by a matrix product.
 
     XLA would fuse a plain repetition into every use, element by element.
     """

@@ -18,13 +18,13 @@ from jaxtyping import Float, Int
 
 
 class PlainOptions(NamedTuple):
-    """Options of a convolution."""
+    """Options of a convolution, the same for both spatial axes."""
 
     padding: int = 0
     """Number of zeros on each side."""
     stride: int = 1
     precision: Any = None
-    """JAX's precision of products."""
+    """JAX's precision of products. None stands for JAX's default."""
 
 
 def convolve_plain(
@@ -103,7 +103,8 @@ def _grouped_maps(x: Array, kernel: Array, options: PlainOptions) -> Array:
 def to_blocks(x: Array, kernel: Array, padding: int) -> tuple[Array, Array]:
     """Return the input and the kernel of a convolution of stride 1 that equals one of stride 2.
 
-    Blocks of 2x2 pixels become channels, in both of them.
+    Blocks of 2x2 pixels become channels, in the input [4 channels, H2, W2, B] and in the kernel
+    [(k + 1) // 2, (k + 1) // 2, 4 channels, features].
 
     Args:
         x: Input [channels, H, W, B].
@@ -130,7 +131,12 @@ def to_blocks(x: Array, kernel: Array, padding: int) -> tuple[Array, Array]:
 def _side_by_side(xs: Array, kernels: Array, options: PlainOptions) -> Array:
     """Return the maps of each client's inputs with its kernel, by one grouped convolution.
 
-    The channels of all clients are next to each other on its last axis.
+    The grouped convolution has the channels of all clients on one axis.
+
+    Args:
+        xs: Inputs [clients, B, H, W, channels].
+        kernels: Kernels [clients, k, k, channels, features].
+        options: Options of each convolution.
     """
     count, size, _, channels, features = kernels.shape
     inputs = jnp.moveaxis(xs, 0, -2)
@@ -141,7 +147,11 @@ def _side_by_side(xs: Array, kernels: Array, options: PlainOptions) -> Array:
 
 
 def _bilinear(together: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
-    """Return a bilinear function of one client, which calls `together` for vectorised clients."""
+    """Return a bilinear function of one client's arrays.
+
+    Args:
+        together: The function for vectorised clients, whose arrays have a first axis of clients.
+    """
 
     def alone(a: Array, b: Array) -> Array:
         return together(a[None], b[None])[0]
@@ -183,7 +193,7 @@ def window_maximum(
     times.
 
     Args:
-        windows: maps with the four places of a window on axes of their own.
+        windows: Maps with the four places of a window on axes of their own.
         axes: Axes of the places.
     """
 
@@ -209,6 +219,6 @@ def _largest_jvp(axes: tuple[int, ...], windows: tuple[Array], changes: tuple[Ar
 
 
 def _places(windows: Array, axes: tuple[int, ...]) -> Int[np.ndarray, "..."]:
-    """Return the numbers 0 to 3, in reading order, on the axes of places."""
+    """Return the numbers 0 to 3, in reading order, on the axes of places, with 1 on other axes."""
     sides = [side if i in axes else 1 for i, side in enumerate(windows.shape)]
     return np.arange(4, dtype=np.int8).reshape(sides)

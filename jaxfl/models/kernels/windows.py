@@ -22,7 +22,7 @@ from jax import Array, lax
 
 
 class Window(NamedTuple):
-    """Options of a convolution, with one number for each spatial axis."""
+    """Options of a convolution. Strides and dilation have one number for each spatial axis."""
 
     strides: tuple[int, ...]
     dilation: tuple[int, ...]
@@ -141,7 +141,9 @@ def _taps(x: Array, kernel: Array, window: Window) -> list[Array]:
 def slices(
     x: Array, sizes: Sequence[int], strides: Sequence[int], dilation: Sequence[int]
 ) -> list[Array]:
-    """Return for each place in a window its elements in all windows.
+    """Return an array for each place in a window, with the place's elements of all windows.
+
+    Places are in reading order, with the last axis fastest.
 
     Args:
         x: Array of any shape.
@@ -162,12 +164,15 @@ class _Place(NamedTuple):
     """Positions of elements on an axis of a given size."""
 
     start: int
+    """Position of the first element."""
     stride: int
+    """Distance between neighbouring elements."""
     size: int
+    """Length of the axis."""
 
 
 def _dilate(x: Array, axis: int, place: _Place) -> Array:
-    """Place elements on an axis, with zeros around and between them."""
+    """Return x with its elements placed on an axis, with zeros around and between them."""
     before, stride, size = place
     config = [(0, 0, 0)] * x.ndim
     config[axis] = before, size - before - (x.shape[axis] - 1) * stride - 1, stride - 1
@@ -178,7 +183,12 @@ def _dilate(x: Array, axis: int, place: _Place) -> Array:
 def max_pool(x: Array, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Array:
     """Return the maximum of each window, without padding.
 
-    The gradient goes to the first maximum.
+    The first maximum of a window gets the gradient. Only reverse mode is supported.
+
+    Args:
+        x: Array of any shape.
+        sizes: Size of a window on each axis.
+        strides: Distance between windows on each axis.
     """
     return functools.reduce(jnp.maximum, slices(x, sizes, strides, (1,) * x.ndim))
 
@@ -213,7 +223,7 @@ def _max_backward(
 
 
 def _within(x: Array) -> Array:
-    """Insert an axis after each one, for places in windows."""
+    """Return x with an axis of length 1 after each axis, for the places in windows."""
     return x.reshape([side for length in x.shape for side in (length, 1)])
 
 
@@ -221,7 +231,7 @@ max_pool.defvjp(_max_forward, _max_backward)
 
 
 def sum_pool(x: Array, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Array:
-    """Return the sum of each window, without padding."""
+    """Return the sum of each window, without padding (see `max_pool` for the arguments)."""
     if sizes != strides:
         return functools.reduce(jnp.add, slices(x, sizes, strides, (1,) * x.ndim))
     out = [side // size for side, size in zip(x.shape, sizes, strict=True)]

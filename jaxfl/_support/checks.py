@@ -59,7 +59,7 @@ _REMEDIES = {
 
 
 def traced(value: Any) -> bool:
-    """Return whether a number is an argument of the program being compiled."""
+    """Return whether a value is a tracer of JAX, which has no value before the program runs."""
     return isinstance(value, jax.core.Tracer)
 
 
@@ -94,7 +94,16 @@ def is_listed(value: Any) -> bool:
 
 
 def check_positive(name: str, value: Any, *, zero: bool = False, infinite: bool = False) -> Any:
-    """Require a real number above 0, or at least 0 if `zero`."""
+    """Require a finite real number above 0, and return it as a float.
+
+    A traced number passes unchanged.
+
+    Args:
+        name: Name of the argument.
+        value: Its value.
+        zero: Whether 0 is allowed.
+        infinite: Whether infinity is allowed.
+    """
     if traced(value):
         return value
     number = _real(value)
@@ -110,7 +119,10 @@ def check_positive(name: str, value: Any, *, zero: bool = False, infinite: bool 
 
 
 def check_count(name: str, value: Any, *, least: int = 1, most: int | None = None) -> int:
-    """Require a whole number of at least `least`, and at most `most` if it is given."""
+    """Require a whole number from `least` to `most`, and return it as an int.
+
+    None as `most` sets no upper limit.
+    """
     number = _real(value)
     if isinstance(number, int) and number >= least and (most is None or number <= most):
         return number
@@ -124,7 +136,9 @@ def check_count(name: str, value: Any, *, least: int = 1, most: int | None = Non
 def check_fraction(
     name: str, value: Any, *, zero: bool = False, one: bool = True, example: float = 0.5
 ) -> Any:
-    """Require a number between 0 and 1.
+    """Require a number in (0, 1], or between other ends, and return it as a float.
+
+    A traced number passes unchanged.
 
     Args:
         name: Name of the argument.
@@ -147,7 +161,7 @@ def check_fraction(
 
 
 def check_choice(name: str, value: Any, choices: Collection[Any]) -> Any:
-    """Require one of the named choices."""
+    """Require a value that equals one of the choices, and return this choice."""
     python_value = plain(value)
     for choice in choices:
         if (
@@ -162,7 +176,7 @@ def check_choice(name: str, value: Any, choices: Collection[Any]) -> Any:
 
 
 def check_instance(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
-    """Require an instance of one of the classes."""
+    """Require an instance of one of the classes, and return it, or raise a TypeError."""
     python_value = plain(value)
     if isinstance(python_value, kinds):
         return python_value
@@ -181,7 +195,7 @@ def check_callable(name: str, value: Any) -> Callable:
 
 
 def check_layers(name: str, value: Any) -> tuple[str, ...]:
-    """Require a sequence of names of layers."""
+    """Require a sequence of names of layers, and return it as a tuple."""
     if not is_listed(value) or not all(isinstance(layer, str) for layer in value):
         raise TypeError(
             f"{name} must be names of layers, got {show(value)}. Give for instance ('Dense_1',)."
@@ -190,7 +204,10 @@ def check_layers(name: str, value: Any) -> tuple[str, ...]:
 
 
 def check_array(name: str, value: Any) -> np.ndarray:
-    """Require a value that NumPy reads as an array of numbers. JAX arrays are fetched."""
+    """Require a value that NumPy reads as an array of numbers or booleans, and return the array.
+
+    JAX arrays are fetched. A masked array is an error.
+    """
     parts = value if isinstance(value, list | tuple) else (value,)
     # `np.asarray` drops a mask, so missing values would become numbers.
     if any(isinstance(part, np.ma.MaskedArray) for part in parts):
@@ -210,7 +227,12 @@ def check_array(name: str, value: Any) -> np.ndarray:
 
 
 def _array_remedy(value: Any, array: np.ndarray) -> str:
-    """Return how to make an array of numbers of something that people have instead."""
+    """Return the remedy of `check_array` that suits the wrong value, such as a data frame.
+
+    Args:
+        value: The wrong value.
+        array: The array that NumPy reads it as.
+    """
     if hasattr(value, "train_labels"):
         return "Give one of its arrays, for instance dataset.train_labels."
     if hasattr(value, "columns"):
@@ -226,7 +248,7 @@ def _array_remedy(value: Any, array: np.ndarray) -> str:
 
 
 def check_arrays(name: str, value: Any) -> list[np.ndarray]:
-    """Require a sequence of arrays of numbers, one for each client."""
+    """Require a sequence of arrays of numbers, one for each client, and return it as a list."""
     array = isinstance(value, np.ndarray | jax.Array) and value.ndim > 0
     if array or is_listed(value):
         return [check_array(f"{name}[{i}]", item) for i, item in enumerate(value)]
@@ -246,7 +268,7 @@ def check_numbers(
     negative: bool = False,
     infinite: bool = False,
 ) -> Float64[np.ndarray, "..."]:
-    """Require a non-empty array of real numbers.
+    """Require a non-empty array of real numbers, and return it in float64.
 
     Args:
         name: Name of the argument.
@@ -285,7 +307,16 @@ def check_numbers(
 
 
 def check_noise(name: str, value: Any, *, axes: Collection[int] = (0, 1)) -> Any:
-    """Require a number of at least 0, or an array of such numbers."""
+    """Require a finite number of at least 0, or an array of such numbers.
+
+    A number is returned as a float, and a JAX array as a NumPy array. Other values are returned
+    unchanged.
+
+    Args:
+        name: Name of the argument.
+        value: Its value.
+        axes: The allowed numbers of axes of an array.
+    """
     if traced(value) or _real(value) is not None:
         return check_positive(name, value, zero=True)
     if isinstance(value, str):
@@ -300,7 +331,7 @@ def check_noise(name: str, value: Any, *, axes: Collection[int] = (0, 1)) -> Any
 def check_counts(
     name: str, value: Any, *, least: int = 1, length: int | None = None, empty: bool = True
 ) -> tuple:
-    """Require a sequence of whole numbers of at least `least`.
+    """Require a sequence of whole numbers of at least `least`, and return it as a tuple.
 
     Args:
         name: Name of the argument.
@@ -328,7 +359,7 @@ def check_counts(
 
 
 def check_seeds(name: str, value: Any) -> tuple[int, ...]:
-    """Require one or more different whole numbers of at least 0."""
+    """Require one or more different whole numbers of at least 0, and return them as a tuple."""
     seeds = check_counts(name, value, least=0, empty=False)
     if len(set(seeds)) < len(seeds):
         raise ValueError(f"{name} must be different, got {show(value)}. Give each seed once.")
@@ -336,14 +367,18 @@ def check_seeds(name: str, value: Any) -> tuple[int, ...]:
 
 
 def key_of(seed: int) -> Key[Array, ""]:
-    """Return the key of a seed, which does not depend on `jax_default_prng_impl`."""
+    """Return the threefry key of a seed, which does not depend on `jax_default_prng_impl`."""
     return jax.random.key(seed, impl=_GENERATOR)
 
 
 def check_key(name: str, value: Any) -> Key[Array, "*P"]:
-    """Require a JAX key, or one for each point.
+    """Require a JAX key, or a vector of keys, one for each point, and return it.
 
-    Raw key data are wrapped, and seeds become keys.
+    Raw key data are wrapped. A seed from 0 to 2**32 - 1 becomes a key.
+
+    Raises:
+        ValueError: The key belongs to another generator than threefry.
+        TypeError: The value is neither a key nor a seed.
     """
     if isinstance(value, int | np.integer) and not isinstance(value, bool) and 0 <= value < 2**32:
         return key_of(int(value))
@@ -374,7 +409,7 @@ def check_key(name: str, value: Any) -> Key[Array, "*P"]:
 
 
 def check_path(name: str, value: Any) -> Any:
-    """Require the path of a file or a folder."""
+    """Require a path that is not empty and has no NUL, and return it unchanged."""
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         raise TypeError(f"{name} must be a path, got {show(value)}. Give a str or a pathlib.Path.")
     if "\0" in os.fsdecode(value):
@@ -383,7 +418,10 @@ def check_path(name: str, value: Any) -> Any:
 
 
 def check_folder(name: str, value: Any) -> Any:
-    """Require the path of a folder that exists or can be made."""
+    """Require the path of a folder, which may not exist yet, and return it unchanged.
+
+    Neither the path nor a folder above it may be a file.
+    """
     path = pathlib.Path(check_path(name, value))
     for there in (path, *path.parents):
         if there.exists() and not there.is_dir():
@@ -395,7 +433,7 @@ def check_folder(name: str, value: Any) -> Any:
 
 
 def check_not_empty(name: str, value: Any, *, check: Check) -> Any:
-    """Require at least one entry in what another check returns."""
+    """Return the value that another check returns, which must have at least one entry."""
     entries = check(name, value)
     if not len(entries):
         raise ValueError(
@@ -405,7 +443,7 @@ def check_not_empty(name: str, value: Any, *, check: Check) -> Any:
 
 
 def check_optional(name: str, value: Any, *, check: Check) -> Any:
-    """Require what another check requires, or None."""
+    """Return the value that another check returns, or None for None."""
     return None if value is None else check(name, value)
 
 
@@ -433,10 +471,10 @@ GAUSSIAN: dict[str, Check] = {
 
 
 def nearest(name: Any, known: Collection[str]) -> str:
-    """Return the remedy for an unknown name.
+    """Return the remedy for an unknown name, as a sentence.
 
-    It names the known name with the most similar spelling or the same beginning, or all of them if
-    none is similar.
+    The remedy is the known name with the most similar spelling or the same beginning. If none is
+    similar, it lists all known names.
 
     >>> nearest("batchsize", ["batch_size", "epochs"]), nearest("noise", ["noise_multiplier"])
     ("Did you mean 'batch_size'?", "Did you mean 'noise_multiplier'?")
@@ -527,7 +565,7 @@ def checked(**checks: Check) -> Callable[[_F], _F]:
                         arguments[name] = check(name, arguments[name])
             return target(*bound.args, **bound.kwargs)
 
-        # Tests derive from these checks which values must be refused.
+        # Tests derive from these checks which values must raise errors.
         call.argument_checks = lambda: prepared()[3]  # pyrefly: ignore[missing-attribute]
         return call  # pyrefly: ignore[bad-return]
 
@@ -535,7 +573,13 @@ def checked(**checks: Check) -> Callable[[_F], _F]:
 
 
 def check_keywords(function: str, known: Collection[str], keywords: Collection[str]) -> None:
-    """Require keyword arguments that a function has."""
+    """Require keywords that are names of a function's arguments, or raise a TypeError.
+
+    Args:
+        function: Name of the function, for errors.
+        known: Names of the function's arguments.
+        keywords: Names of the keyword arguments that it got.
+    """
     for name in keywords:
         if name not in known:
             raise TypeError(
@@ -545,7 +589,9 @@ def check_keywords(function: str, known: Collection[str], keywords: Collection[s
 
 
 def check_accepts(name: str, function: Callable, keywords: Collection[str]) -> None:
-    """Require keyword arguments that any function has, also one that is not `checked`.
+    """Require keywords that a function accepts, even if it is not `checked`.
+
+    A function with `**` arguments accepts all of them.
 
     Args:
         name: Name of the function in an error message.

@@ -20,7 +20,7 @@ import numpy as np
 # Windows has none of these flags. Without O_NONBLOCK, opening a fifo waits for its other end.
 _FLAGS = ("O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY")
 _SAFE = sum(getattr(os, name, 0) for name in _FLAGS)
-"""Flags that open neither links, nor files whose opening has effects."""
+"""Flags of `os.open` that follow no links, and do not wait for the other end of a fifo."""
 
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
@@ -38,7 +38,7 @@ def cache_folder() -> Path:
     """Return `JAXFL_CACHE_DIR`, by default `~/.cache/jaxfl`, which may not exist yet.
 
     Raises:
-        OSError: There is no such folder, for instance because the user has no home.
+        OSError: The path has no meaning, for instance because the user has no home.
     """
     folder = Path(os.environ.get("JAXFL_CACHE_DIR") or "~/.cache/jaxfl")
     try:
@@ -134,7 +134,14 @@ def leftovers(path: Path) -> list[Path]:
 
 
 def write_json(path: Path, value: Any, *, allow_nan: bool = True) -> None:
-    """Write JSON atomically, so that a reader sees the old file or the new one."""
+    """Write JSON atomically, so that a reader sees the old file or the new one.
+
+    Args:
+        path: The file.
+        value: Value to write.
+        allow_nan: Whether numbers that are not finite are written, as NaN and Infinity. Otherwise
+            they raise a ValueError.
+    """
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(value, indent=2, allow_nan=allow_nan) + "\n")
 
@@ -158,7 +165,7 @@ def append_text(path: Path, text: str) -> None:
 
 
 def write_arrays(path: Path, arrays: Mapping[str, Any], *, compress: bool = True) -> None:
-    """Write named arrays as one .npz, atomically."""
+    """Write named arrays as one .npz file, atomically and without pickled objects."""
     method = zipfile.ZIP_DEFLATED if compress else zipfile.ZIP_STORED
     # `np.savez` does not accept arrays with the names of its own arguments.
     with replacing(path) as temporary, zipfile.ZipFile(temporary, "w", method) as archive:
@@ -191,9 +198,13 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def recall_arrays(name: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray] | None:
-    """Return the float32 arrays of these shapes from a file in the cache folder.
+    """Return the finite float32 arrays of these shapes from a file in the cache folder.
 
-    None stands for a missing or damaged file, or for one with another content.
+    None stands for a missing or damaged file, or for a file with other arrays.
+
+    Args:
+        name: Path of the file within the cache folder.
+        shapes: Shapes of the arrays by name.
     """
     try:
         found = read_arrays(cache_folder() / name)
@@ -219,7 +230,7 @@ def keep_arrays(name: str, arrays: Mapping[str, np.ndarray]) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary file that replaces `path` when the block succeeds."""
+    """Yield a temporary file, which replaces `path` if the block raises no error."""
     temporary = _temporary(path)
     # `touch` gives the permissions of the user's umask.
     temporary.touch(exist_ok=False)
@@ -249,7 +260,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def finite_or_none(value: Any) -> Any:
-    """Return JSON with null in place of numbers that are not finite, which JSON lacks."""
+    """Return a JSON value with None in place of numbers that are not finite, which JSON lacks."""
     if isinstance(value, dict):
         return {key: finite_or_none(own) for key, own in value.items()}
     if isinstance(value, list):

@@ -5,7 +5,7 @@ from typing import Any
 
 
 class _Lazy:
-    """A module that is imported when an attribute of it is first asked for."""
+    """Stand-in for a module, which is imported when an attribute of it is first read."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -11,7 +11,7 @@ _T = TypeVar("_T")
 
 
 class Recipe(NamedTuple):
-    """The builder of a value, and the arguments that it got.
+    """Name of the builder of a model or a task, and the arguments that it got.
 
     Copies of the value with other fields keep the recipe. It is valid only for a copy that has the
     functions that the builder made.
@@ -20,13 +20,13 @@ class Recipe(NamedTuple):
     builder: str
     arguments: dict[str, Any]
     functions: tuple[Any, ...]
-    """The functions that decide the value's results, as the builder made them."""
+    """Functions on which the value's results depend, as the builder made them."""
     without: tuple[str, ...] = ()
     """Entries of parameters for which the recipe is not valid (see `jaxfl.models.extended`)."""
 
 
 def with_recipe(build: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Let a builder put a recipe into the model or the task that it returns."""
+    """Wrap a builder so that the model or the task that it returns has a recipe."""
     signature = inspect.signature(build)
 
     @functools.wraps(build)
@@ -44,7 +44,10 @@ def with_recipe(build: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def valid_recipe(value: Any) -> Recipe | None:
-    """Return the recipe of a model or a task, or None if it has none that is valid."""
+    """Return the recipe of a model or a task, or None without a valid recipe.
+
+    A recipe is valid if the functions are still those that the builder made.
+    """
     recipe = value.recipe
     if recipe is None:
         return None

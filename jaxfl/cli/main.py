@@ -49,7 +49,7 @@ from jaxfl.run.simulate import simulate
 T = TypeVar("T")
 
 _LONGEST = 500
-"""Number of characters of a message that are printed."""
+"""Largest number of characters of a message that are printed."""
 
 _CHOICE = r"invalid choice '(.*)' for argument '--(\S+)'\. Expected one of \((.*)\)"
 """Pattern of tyro's message on a value that is not among an option's choices."""
@@ -69,7 +69,7 @@ _FORMS = (
 """Patterns of tyro's other messages, each with the sentences of this library that say the same."""
 
 _LARGEST_DEPLOYMENT = 10**12
-"""Largest numbers of clients and rounds of a deployment."""
+"""Largest number of clients, of a cohort, and of rounds that `plan` takes."""
 
 
 def main() -> None:
@@ -112,7 +112,15 @@ def _postponed(command: Callable[..., None]) -> Callable[..., Callable[[], None]
 
 
 def _read_options(reader: Callable[..., T], words: list[str]) -> T:
-    """Read options by tyro, and print its errors in one line instead of a box."""
+    """Return the result of one of tyro's readers, and print its errors in one line.
+
+    Args:
+        reader: Function of `args`, which exits the program on wrong words.
+        words: Words of the command line.
+
+    Raises:
+        SystemExit: A word is wrong, or asks for help.
+    """
     box = io.StringIO()
     try:
         with contextlib.redirect_stderr(box):
@@ -162,7 +170,7 @@ def _unknown(words: str, comments: list[str], command: list[str]) -> str:
 
 
 def command_line(config: Callable[..., T], description: str | None, **options: Any) -> T:
-    """Read a program's command line, and configure JAX for simulations.
+    """Return the configuration from a program's command line, and configure JAX for simulations.
 
     From then on, a wrong value or a signal ends the program with one line.
 
@@ -210,7 +218,10 @@ def in_one_line(
 def _commands(words: list[str]) -> dict[str, Callable[..., None]]:
     """Return the commands by name.
 
-    Settings in the file after --config replace the defaults.
+    Settings in the file after --config replace the defaults of the command that the words call.
+
+    Args:
+        words: Words of the command line.
     """
     parted: list[str] = []
     for word in words:
@@ -405,7 +416,7 @@ def data(name: str = "all", /) -> None:
 
 
 def _dataset_place(name: str) -> str:
-    """Return where a dataset is, or how to get it."""
+    """Return in words where a dataset is, or how to get it."""
     if name == "digits":
         return "in the package"
     try:

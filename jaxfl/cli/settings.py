@@ -38,7 +38,12 @@ _Kind = TypeVar("_Kind")
 
 
 def _each(check: Check, count: int | None = None) -> Check:
-    """Return a check of lists. It checks each value, and that there are `count`, or any number."""
+    """Return a check of lists, which checks each value and returns a tuple.
+
+    Args:
+        check: Check of one value.
+        count: Required number of values. None requires at least one.
+    """
 
     def check_all(name: str, value: Any) -> tuple:
         if not isinstance(value, tuple | list) or not value or len(value) != (count or len(value)):
@@ -53,7 +58,7 @@ def _each(check: Check, count: int | None = None) -> Check:
 
 
 def _check_options(name: str, value: Any) -> dict[str, int | float]:
-    """Require numbers by name. The method's builder checks their limits."""
+    """Require numbers by name, and return them. The method's builder checks their limits."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise ValueError(
             f"{name} must be numbers by name, got {show(value)}. Give for instance {{alpha: 0.3}}."
@@ -62,14 +67,18 @@ def _check_options(name: str, value: Any) -> dict[str, int | float]:
 
 
 def _check_number(name: str, value: Any) -> int | float:
-    """Require a number that is not NaN. Whole numbers stay integers."""
+    """Require a number that is not NaN, and return it unchanged."""
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
         raise ValueError(f"{name} must be a number, got {show(value)}. Give for instance 0.3.")
     return value
 
 
 def parse_options(words: Collection[str]) -> dict[str, int | float]:
-    """Return the numbers in words such as alpha=0.3, which are read like values of a file."""
+    """Return the numbers in words such as alpha=0.3, by name, read like values of a YAML file.
+
+    Raises:
+        ValueError: A word has another form, its value is no number, or a name occurs twice.
+    """
     found = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -111,7 +120,7 @@ class FederatedData:
         return data.load(self.data)
 
     def make(self, dataset: Dataset, seed: int) -> Clients:
-        """Make clients whose data a seed draws.
+        """Return clients whose examples the seed draws from the dataset by `partition`.
 
         Each client is tested on labels like those that it is trained on.
         """
@@ -161,7 +170,7 @@ class Setting:
 
     @property
     def sampling(self) -> Sampling:
-        """Return the rule that draws the participants of a round."""
+        """Sampler that draws the participants of a round."""
         return Full() if self.rate == 1 else Poisson(self.rate)
 
     def network(self, dataset: Dataset) -> Model:
@@ -186,7 +195,10 @@ class Setting:
         return build(model, **{key: value for key, value in values.items() if key in parameters})
 
     def offered(self, name: str, learning_rate: Any) -> dict[str, Any]:
-        """Return the arguments that these settings have for a method, which takes some of them."""
+        """Return the arguments that these settings offer to a method, by name.
+
+        A method takes only some of them.
+        """
         batch_size = self.local.batch_size
         epochs = self.local.epochs
         sgd = optax.sgd(learning_rate, momentum=self.local.momentum or None)
@@ -205,11 +217,11 @@ class Setting:
 
 
 _OFFERED = Setting().offered("fedavg", 0.1).keys()
-"""Names of the arguments that settings have for methods."""
+"""Names of the arguments that settings offer to methods."""
 
 
 def _takes_settings(name: str) -> bool:
-    """Return whether a builder takes a model, and needs nothing that no setting has."""
+    """Return whether a builder's first argument is a model, and settings offer all it requires."""
     first, *others = inspect.signature(getattr(algorithms, name)).parameters.values()
     needed = {each.name for each in others if each.default is each.empty}
     return first.name == "model" and needed <= _OFFERED
@@ -222,13 +234,13 @@ _Method: Any = Literal[METHODS]  # pyrefly: ignore[not-a-type]
 
 
 def numbers(name: str) -> list[str]:
-    """Return the arguments of a method that are numbers."""
+    """Return the names of a method's arguments whose annotation allows an int or a float."""
     hints = get_type_hints(getattr(algorithms, name))
     return [key for key, hint in hints.items() if {int, float} & {hint, *get_args(hint)}]
 
 
 def private(name: str) -> bool:
-    """Return whether a method takes noise."""
+    """Return whether the builder of this name takes a `noise_multiplier`."""
     return "noise_multiplier" in inspect.signature(getattr(algorithms, name)).parameters
 
 
@@ -258,7 +270,12 @@ class Run(Setting):
     """Seed of the data's partition and of the run."""
 
     def build(self, model: Model) -> Algorithm:
-        """Build the method, with the least noise for its epsilon."""
+        """Build the method with these settings, with the least noise for a finite epsilon.
+
+        Raises:
+            ValueError: The method takes no noise and epsilon is finite, options have an unknown
+                name, or both epsilon and noise_multiplier are given.
+        """
         noisy = private(self.method)
         limited = math.isfinite(self.epsilon)
         if limited and not noisy and self.method != "local_only":
@@ -316,7 +333,7 @@ class Compare(Setting):
     """Seeds of the runs at the best setting."""
 
     def candidates(self, model: Model) -> dict[str, Candidate]:
-        """Return the candidates by method, with the points that tuning tries."""
+        """Return the candidate of each method by its name, with the points that tuning tries."""
         found = {}
         for name in self.methods:
             build = functools.partial(self.algorithm, name, model)
@@ -341,7 +358,7 @@ def read_settings(kind: type[_Kind], path: str | os.PathLike) -> _Kind:
         path: Path of the file.
 
     Raises:
-        ValueError: The file cannot be read, or has an unknown setting.
+        ValueError: The file cannot be read, or has an unknown setting or a wrong value.
     """
     where = repr(str(path))
     try:
@@ -374,7 +391,10 @@ PyYAML reads YAML 1.1, where 1e-2 is no number, and `no` is no word.
 
 
 def _parse(text: bytes) -> Any:
-    """Return the values in a YAML file, whose bytes are UTF-8 in every locale."""
+    """Return the values in a YAML text of UTF-8 bytes, by the rules of YAML 1.2.
+
+    The parser may raise errors of any kind.
+    """
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -422,7 +442,16 @@ def _settings_from(kind: type, values: Any, where: str) -> Any:
 
 
 def _value(default: Any, value: Any, where: str) -> Any:
-    """Return the value of a field, which may have settings of its own."""
+    """Return the value of a field from its value in a file.
+
+    A mapping becomes settings if the field has settings of its own. A list becomes a tuple, and the
+    text "inf" infinity.
+
+    Args:
+        default: Default of the field.
+        value: Value in the file.
+        where: Place of the value, for error messages.
+    """
     if dataclasses.is_dataclass(default):
         return _settings_from(type(default), value, where)
     if isinstance(value, list):

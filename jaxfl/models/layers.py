@@ -254,7 +254,7 @@ class Dense(nn.Module):
 
 
 def _dense(x: Array, kernel: Array, bias: Array, *probe: Array) -> Array:
-    # Axes are explicit everywhere, because the tests let JAX refuse to promote ranks.
+    # Axes are explicit everywhere, because in the tests JAX raises an error for promoted ranks.
     return x @ kernel + bias[None]
 
 

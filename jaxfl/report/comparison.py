@@ -77,7 +77,8 @@ class Comparison(NamedTuple):
                 headline metric.
 
         Returns:
-            Mean and standard deviation. The deviation is NaN for a single seed.
+            Mean and standard deviation. The deviation is NaN for a single seed. Both are NaN if all
+            updates of a run were dropped.
 
         Raises:
             ValueError: The rows have no such column of numbers.
@@ -99,7 +100,10 @@ class Comparison(NamedTuple):
 
         Returns:
             A row for each method and epsilon that has pairs: `method`, `epsilon`, the mean
-            `difference`, and the ends `low` and `high` of the interval.
+            `difference` (method minus reference), and the ends `low` and `high` of the interval.
+
+        Raises:
+            ValueError: The comparison has no rows of the reference.
         """
         if reference not in (known := sorted({method for method, _ in self.cells})):
             raise ValueError(
@@ -189,7 +193,12 @@ class Comparison(NamedTuple):
         return plots.comparison(self.intervals(), self.headline, sends)
 
     def notes(self, method: str, epsilon: float) -> list[str]:
-        """Return notes on dropped updates and missing runs, for readers of a method's mean."""
+        """Return notes on dropped updates and missing runs, or an empty list.
+
+        Args:
+            method: Name of a method.
+            epsilon: Target of the method's runs.
+        """
         rows = _of_cell(self.rows, method, epsilon)
         missing = _of_cell(self.missing, method, epsilon)
         if not rows:
@@ -238,12 +247,12 @@ class Comparison(NamedTuple):
 
     @property
     def cells(self) -> list[tuple[str, float]]:
-        """Methods and epsilons that have runs, in order."""
+        """Pairs of a method and an epsilon that have rows, in the order of the rows."""
         return list(dict.fromkeys((row["method"], row["epsilon"]) for row in self.rows))
 
     @property
     def unseen(self) -> bool:
-        """Whether some clients took no part."""
+        """Whether the rows have the column `unseen`, because some clients took no part."""
         return any("unseen" in row for row in self.rows)
 
     def _values(self, method: str, epsilon: float, column: str | None = None) -> list[float]:
@@ -273,7 +282,10 @@ class Comparison(NamedTuple):
         return [head, *lines]
 
     def _cell(self, method: str, epsilon: float, column: str | None) -> str:
-        """Return mean and standard deviation with notes, or the reason why they are missing."""
+        """Return mean and standard deviation with notes, or the reason why they are missing.
+
+        A dash stands for a cell without any run.
+        """
         ends = [
             f"{name} at an end"
             for row in _of_cell(self.tuning, method, epsilon)

@@ -29,7 +29,7 @@ _WORDS = {
 
 
 def in_words(code: str) -> str:
-    """Return the meaning of a fact's code.
+    """Return the meaning of a fact's code, or the code itself if it has no other words.
 
     >>> in_words("clients.labels"), in_words("values.clip"), in_words("point.2.mechanism.clip")
     ('labels', 'values of clip', 'point 2: mechanism.clip')

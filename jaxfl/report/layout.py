@@ -20,10 +20,10 @@ COMPARISON = "comparison.json"
 LOCK = ".lock"
 
 REPORTS = (METRICS, PER_CLIENT, PRIVACY, CURVES, AUDIT, PRINTED, PAGE)
-"""Names of the files that a run, or each point of a sweep, reports in."""
+"""Names of the files with reports of a run, or of each point of a sweep."""
 
 FILES = (*REPORTS, CONFIG, CHECKPOINTS, STATES, NOISE_KEY, COMPARISON)
-"""Names that the folders of runs and comparisons use."""
+"""Names of files and folders that runs and comparisons use, except the lock file."""
 
 _ROUNDS = re.compile("[1-9][0-9]{0,17}")
 """Names of checkpoints: the number of rounds after which they were made."""
@@ -62,7 +62,10 @@ def points_of(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Return the folders of checkpoints in a folder, the newest last, without links."""
+    """Return the folders of checkpoints in a folder, the newest last, without links.
+
+    The list is empty if the folder does not exist.
+    """
     if kind(folder) != "a folder":
         return []
     found = [

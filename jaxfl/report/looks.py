@@ -59,7 +59,7 @@ _ALIASES = {
 
 
 def series(index: int) -> Look:
-    """Return colour, marker and line style of a curve.
+    """Return colour, marker and line style of the curve with an index from 0.
 
     The first eight have different colours and different markers, so that either distinguishes them.
 
@@ -118,7 +118,10 @@ def _without_variant(name: str) -> str:
 
 
 def _left(looks_in_use: list[Look]) -> Look:
-    """Return a look that is not taken, in the first of the colours that are taken least often."""
+    """Return an unused look, in the first of the colours that are used least often.
+
+    If all are used, return a look that another curve has.
+    """
     often = collections.Counter(look["color"] for look in looks_in_use)
     free = [look for look in map(series, range(_LOOKS)) if look not in looks_in_use]
     return min(free, key=lambda look: often[look["color"]], default=series(len(looks_in_use)))

@@ -29,13 +29,13 @@ _RERUN = "If a run wrote it, remove it and run again with the same settings."
 """Remedy of errors about a file that a run wrote."""
 
 _VERSIONS = ("jaxfl", "jax", "jaxlib", "device", "devices")
-"""Facts about versions and devices."""
+"""Codes of the facts about versions and devices."""
 
 Columns: TypeAlias = Mapping[str, list[Any]]
 """Columns of the user for the table of clients, by name."""
 
 _FIRST = ("method", "model", "rounds", *_VERSIONS)
-"""Facts that a page shows first."""
+"""Codes of the facts that a page shows first."""
 
 
 def _check_client_columns(name: str, value: Any) -> dict[str, list[Any]]:
@@ -133,7 +133,10 @@ def load_template(name: str) -> Any:
 
 
 def _collect_run(folder: pathlib.Path, own_columns: Columns) -> dict[str, Any]:
-    """Collect what the page of a run shows."""
+    """Return the values that the page of a run shows, by their names in the template.
+
+    The folder also gets curves.pdf if matplotlib is installed.
+    """
     rows = _load_metrics(folder)
     statement = _load_json(folder / layout.PRIVACY)
     config = _load_json(folder / layout.CONFIG)
@@ -168,7 +171,7 @@ def _collect_sweep(
     points: Sequence[pathlib.Path],
     own_columns: Columns,
 ) -> dict[str, Any]:
-    """Collect what the page of a sweep shows, and write the pages of its points."""
+    """Return the values that the page of a sweep shows, and write the pages of its points."""
     lines = []
     headline = ""
     for point in points:
@@ -184,7 +187,7 @@ def _collect_sweep(
 
 
 def _collect_comparison(folder: pathlib.Path) -> dict[str, Any]:
-    """Collect what the page of a comparison shows."""
+    """Return the values that the page of a comparison shows, by their names in the template."""
     found = Comparison.load(folder / layout.COMPARISON)
     methods = list(dict.fromkeys(method for method, _ in found.cells))
     silent = [row["method"] for row in found.rows if row["stated"] == 0]
@@ -235,14 +238,17 @@ def _cell_name(method: str, epsilon: float) -> str:
 
 
 def _statement_of(row: Row, folder: pathlib.Path) -> dict[str, Any]:
-    """Return the statement of a row's run, or nothing if the run is not inside the folder."""
+    """Return the privacy statement of a row's run, or {} if the run is not inside the folder."""
     run = folder / str(row.get("run", ""))
     inside = run != folder and run.resolve().is_relative_to(folder.resolve())
     return _load_json(run / layout.PRIVACY) if inside else {}
 
 
 def _choice(row: Row) -> list[Any]:
-    """Return the line of a table about the points that tuning tried and the one that it chose."""
+    """Return a line about tuning: method, epsilon, tried values, chosen values and rounds.
+
+    A star marks a chosen value at an end of its grid.
+    """
     grids = []
     for name, column in row["points"].items():
         values = list(dict.fromkeys(column))
@@ -258,7 +264,10 @@ def _choice(row: Row) -> list[Any]:
 
 
 def _tuning_table(row: Row, headline: str) -> tuple[str, list[str], list[tuple]]:
-    """Return the name, the head and the lines of a table of the points that tuning tried."""
+    """Return the name, the head and the lines of a table with a line for each tried point.
+
+    The columns are the point's arguments, its scores by round, and its share of dropped updates.
+    """
     columns = dict(row["points"])
     columns |= {f"{headline}, round {at}": scores for at, scores in row["scores"].items()}
     if "dropped" in row:
@@ -268,7 +277,11 @@ def _tuning_table(row: Row, headline: str) -> tuple[str, list[str], list[tuple]]
 
 
 def _guarantees(statement: Mapping[str, Any]) -> list[list[Any]]:
-    """Return who is protected against whom, at which epsilon and delta, and by which theorem."""
+    """Return lines of a table of a statement's guarantees, those of finite epsilons first.
+
+    A line has the protected unit, the observer, epsilon, delta, and the theorem or the reason for
+    an infinite epsilon.
+    """
     client = "a client, all of its data"
     delta = statement["delta"]
     steps = statement.get("examples")
@@ -299,7 +312,10 @@ def _client_scores(
     statement: Mapping[str, Any],
     own_columns: Columns,
 ) -> dict[str, Any]:
-    """Return the scores of the clients at the last evaluation, the worst first."""
+    """Return the values of a page's table of clients, or {} without scores by client.
+
+    The lines have the scores of the last evaluation, the worst client first.
+    """
     arrays = _load_arrays(folder / layout.PER_CLIENT)
     if not len(arrays.get(headline, ())):
         _check_lengths(own_columns, 0)
@@ -351,7 +367,7 @@ def _check_lengths(own_columns: Columns, clients: int) -> None:
 
 
 def _canary_scores(path: pathlib.Path) -> dict[str, Callable[[], Any]]:
-    """Return a function that plots the canaries' scores, by name, or {} if the file has none."""
+    """Return a function that plots the canaries' scores, as `canaries`, or {} without scores."""
     arrays = _load_arrays(path)
     if {"taken", "sum"} - arrays.keys():
         return {}
@@ -361,7 +377,11 @@ def _canary_scores(path: pathlib.Path) -> dict[str, Callable[[], Any]]:
 
 
 def _newest_facts(folder: pathlib.Path) -> dict[str, Any]:
-    """Return the plan and the fingerprint in the newest checkpoint of a run, or of its sweep."""
+    """Return plan and fingerprint, as one dict, of the newest intact checkpoint.
+
+    The checkpoint is the run's own or, for a point, that of its sweep. Without one the dict is
+    empty.
+    """
     own = layout.checkpoints(folder / layout.CHECKPOINTS)
     for path in reversed([*layout.checkpoints(folder.parent / layout.CHECKPOINTS), *own]):
         # The reports may be intact even if a checkpoint is damaged.
@@ -389,18 +409,22 @@ def _first_metric(rows: Sequence[Row]) -> str:
 
 
 def _load_json(path: pathlib.Path) -> dict[str, Any]:
-    """Return the JSON object in a run's file, or nothing if there is no such file."""
+    """Return the JSON object in a run's file, or {} if there is no such file."""
     # The stars raise an error unless the content is an object.
     return _load(path, lambda path: {**json.loads(read(path))}) if is_regular(path) else {}
 
 
 def _load_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
-    """Return the arrays in a run's file, or nothing if there is no such file."""
+    """Return the arrays in a run's file by name, or {} if there is no such file."""
     return _load(path, read_arrays) if is_regular(path) else {}
 
 
 def _load(path: pathlib.Path, parse: Callable[[pathlib.Path], Any]) -> Any:
-    """Return the content of a run's file, or raise an error that names the file."""
+    """Return the content of a run's file as `parse` reads it.
+
+    Raises:
+        ValueError: The file cannot be read or parsed. The message names the file.
+    """
     try:
         return parse(path)
     except (OSError, ValueError, LookupError, TypeError, RecursionError, MemoryError) as error:
@@ -411,7 +435,7 @@ def _load(path: pathlib.Path, parse: Callable[[pathlib.Path], Any]) -> Any:
 
 
 def _flattened(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Return nested settings by their path, whose names are joined by dots."""
+    """Return nested settings as pairs of a path and a value. Dots join the names of a path."""
     pairs = []
     for name, value in values.items():
         if isinstance(value, dict) and value:
@@ -422,13 +446,13 @@ def _flattened(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, A
 
 
 def _is_finite(value: Any) -> bool:
-    """Return whether a value is a finite number, and no truth value."""
+    """Return whether a value is a finite number, and no boolean."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and math.isfinite(value)
 
 
 def in_short(value: Any) -> str:
-    """Return a value as short text.
+    """Return a value as short text, with a dash for None and NaN and four digits for floats.
 
     >>> [in_short(value) for value in (0.123456, 1e-05, 12, None, "inf", float("inf"), "a_b")]
     ['0.1235', '1e-05', '12', '–', '∞', '∞', 'a_b']

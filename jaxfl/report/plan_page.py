@@ -17,10 +17,10 @@ from jaxfl.privacy.statement import NOT_COVERED, OBSERVERS, PRECISION, UNIT
 from jaxfl.report.page import in_short, load_template
 
 _PACKAGES = ("jaxfl", "dp-accounting", "numpy", "scipy")
-"""Packages whose versions decide the numbers."""
+"""Packages on whose versions the numbers of a plan depend."""
 
 _MARK = b'<meta name="generator" content="jaxfl plan">'
-"""Text by which a page of a plan is known."""
+"""Text near the beginning of a page by which `write_plan` recognises its own pages."""
 
 
 def _check_plans(name: str, value: Any) -> list[Plan]:
@@ -62,7 +62,7 @@ def write_plan(plans: Sequence[Plan], path: str | os.PathLike) -> pathlib.Path:
 
 
 def _check_free(page: pathlib.Path) -> None:
-    """Require that nothing is at the path, or only a page that `write_plan` wrote."""
+    """Require a path without a file, or with a page that `write_plan` wrote."""
     found = kind(page)
     if found is None:
         return
@@ -77,13 +77,13 @@ def _check_free(page: pathlib.Path) -> None:
 
 
 def _deployment(each: Plan) -> tuple:
-    """Return the numbers that all plans of a call share."""
+    """Return the numbers that all plans of one call of `jaxfl.privacy.plan` share."""
     limits = each.participations, each.separation
     return each.clients, each.rounds, each.delta, each.stateful, *limits
 
 
 def _collect(plans: Sequence[Plan]) -> dict[str, Any]:
-    """Collect what the page shows."""
+    """Return the values that the page shows, by their names in the template."""
     first = plans[0]
     sees, adjacency = OBSERVERS["aggregate"]
     cohort = first.mechanism.sampling.expected(first.clients)
@@ -121,7 +121,11 @@ def _collect(plans: Sequence[Plan]) -> dict[str, Any]:
 
 
 def _row(each: Plan) -> list[Any]:
-    """Return a plan's line in the table of mechanisms."""
+    """Return a plan's line in the table of mechanisms.
+
+    It has the kind, the needs, epsilon, its theorem, the noise multiplier, the error, and the
+    mechanism with its sampling.
+    """
     tightest = min(each.pld, each.rdp, key=lambda bound: bound.value)
     kind, *numbers = each.mechanism.sampling.describe().items()
     sampling = ", ".join([str(kind[1]), *(f"{name} {in_short(value)}" for name, value in numbers)])

@@ -59,7 +59,7 @@ _FORMATS = ("png", "pdf", "svg")
 """Formats of pictures."""
 
 MEAN = ", mean and 95% interval"
-"""What the name of a metric is followed by on the axis of a picture over several seeds."""
+"""Text after the name of a metric on the axis of a picture over several seeds."""
 
 MISSING = "pictures need matplotlib: pip install 'jaxfl[plot]'"
 """Message of an error or a page if matplotlib is not installed."""
@@ -106,6 +106,8 @@ def new_figure(
 def save(figure: Figure, path: str | os.PathLike) -> None:
     """Write a figure completely or not at all. The path's suffix is the format: png, pdf or svg.
 
+    A path without a suffix gets a png file.
+
     Raises:
         ValueError: The path has another suffix.
     """
@@ -145,7 +147,7 @@ def svg(figure: Figure, name: str) -> str:
 
 
 def column(rows: Sequence[MetricsRow], name: str) -> np.ndarray:
-    """Return a metric by evaluation, with NaN where it is not known."""
+    """Return a column of rows of metrics as floats, with NaN where a row lacks it or has None."""
     return np.array([math.nan if row.get(name) is None else row[name] for row in rows], float)
 
 
@@ -196,9 +198,9 @@ def curves(title: str, rows: Sequence[MetricsRow], headline: str = "accuracy") -
 
 
 def _panel_margins(count: int, height: float) -> dict[str, float]:
-    """Return where a row of panels ends, as shares of the figure, and the gap in panels.
+    """Return the margins of a row of panels as arguments of matplotlib's `GridSpec`.
 
-    There is room above for the title and three lines of a legend.
+    There is room above the panels for the title and three lines of a legend.
 
     Args:
         count: Number of panels.
@@ -239,7 +241,12 @@ def alone(draw: Callable[[Axes], None], height: float = 2.4) -> Figure:
 
 
 def distribution(values: np.ndarray, name: str) -> Figure:
-    """Return a figure with the histogram of a metric over clients, and its mean."""
+    """Return a figure with the histogram of a metric over clients, and with a line at its mean.
+
+    Args:
+        values: Finite value of each client, at least one.
+        name: Name of the metric.
+    """
 
     def draw(axes: Axes) -> None:
         mean = values.mean()
@@ -251,7 +258,12 @@ def distribution(values: np.ndarray, name: str) -> Figure:
 
 
 def overlaid(groups: Mapping[str, np.ndarray], name: str) -> Figure:
-    """Return a figure with histograms of two groups in one panel, in the same bins."""
+    """Return a figure with histograms of groups in one panel, in the same bins.
+
+    Args:
+        groups: Values of each group, by its text in the legend.
+        name: Name of the horizontal axis.
+    """
 
     def draw(axes: Axes) -> None:
         bins = _bins(np.concatenate([*groups.values()]))
@@ -366,7 +378,7 @@ def against_epsilon(
 
 
 def _label_epsilons(axes: Axes, epsilons: Sequence[float]) -> None:
-    """Label the ticks of epsilons, which have equal distances."""
+    """Set ticks for epsilons at equal distances, from 0, and label them."""
     names = ["∞" if math.isinf(epsilon) else f"{epsilon:g}" for epsilon in epsilons]
     axes.set_xticks(range(len(epsilons)), names)
 
@@ -470,7 +482,11 @@ def _legend(axes: Axes, **options: Any) -> None:
 
 
 def _end(handle: Any) -> float:
-    """Return the height of a curve's last known point, or -infinity for bands and bars."""
+    """Return the vertical value of a curve's last finite point, or -infinity without a curve.
+
+    Args:
+        handle: Entry of a legend. That of a curve with error bars is a tuple.
+    """
     line = handle[0] if isinstance(handle, tuple) else handle
     values = np.asarray(line.get_ydata(), float) if hasattr(line, "get_ydata") else np.zeros(0)
     known = values[np.isfinite(values)]
@@ -509,7 +525,10 @@ def _are_shares(values: np.ndarray) -> bool:
 
 
 def _limit_shares(axes: Axes, values: np.ndarray) -> None:
-    """Limit a panel of shares to their range, which their intervals may exceed."""
+    """Limit the vertical axis to just beyond 0 to 1 if all known values are shares.
+
+    Intervals may exceed this range, but shares cannot.
+    """
     if _are_shares(values):
         bottom, top = axes.get_ylim()
         axes.set_ylim(max(bottom, -0.02), min(top, 1.02))

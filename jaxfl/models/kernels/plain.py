@@ -56,7 +56,7 @@ def convolve_grouped(x: Array, kernel: Array, options: PlainOptions = PlainOptio
 
 
 def _grouped_forward(x: Any, kernel: Any, options: PlainOptions) -> tuple[Array, tuple]:
-    # Newer versions of JAX refuse `convolve_grouped` itself here in forward mode.
+    # Newer versions of JAX raise an error for `convolve_grouped` itself here in forward mode.
     return _grouped_maps(x.value, kernel.value, options), (x.value, kernel.value, x.perturbed)
 
 

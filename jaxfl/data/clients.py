@@ -240,8 +240,8 @@ def _some(clients: Clients, chosen_clients: Int[np.ndarray, "c"]) -> Clients:
 def _draws(seed: int, size: Int[np.ndarray, "C"]) -> Float64[np.ndarray, "R"]:
     """Draw a number in [0, 1) for each of R examples, client by client.
 
-    They are the entries without padding of a matrix [C, max size] of draws, so that other clients'
-    sizes do not change a client's draws unless the largest size changes.
+    The numbers are those of a matrix [C, max size] of draws, without padding. A client's draws
+    therefore depend on its index and the largest size, but on no other client's size.
     """
     generator = np.random.default_rng(seed)
     widest = int(size.max())

@@ -74,8 +74,8 @@ class TrainedModel:
     def predict(self, inputs: Shaped[Array | np.ndarray, "B ..."]) -> Shaped[np.ndarray, "B ..."]:
         """Return the task's predictions for examples (see `Task.predict`).
 
-        A classification gives classes [B], a multi-label task gives true labels as a mask [B, K], a
-        regression gives numbers, and `next_token` gives a token for each position [B, L].
+        A classification gives classes [B], and a multi-label task true labels as a mask [B, K]. A
+        regression gives numbers, and `next_token` a token for each position [B, L].
 
         Args:
             inputs: Examples, as in a call of the model.

@@ -72,8 +72,8 @@ def check_names(folder: pathlib.Path, runs: Sequence[pathlib.Path]) -> None:
         runs: Folder of the run, or of each point of the sweep.
 
     Raises:
-        ValueError: A link or a file has the name of a folder, a folder has the name of a file, or
-            a file that no run has written has the name of a report.
+        ValueError: A link or a file has the name of a folder, or a folder has the name of a file.
+            Or a file that no run has written has the name of a report.
     """
     folders = [folder / CHECKPOINTS, folder / STATES, *(run for run in runs if run != folder)]
     for path in folders:

@@ -139,8 +139,8 @@ def simulate(
         folder: The run's own folder (see `jaxfl.run.folder.run_folder`). None writes nothing.
         states: Place of the client states. "host" keeps them in memory-mapped files, for more
             clients than fit on a device. The files lie in the folder, or, if there is none, in the
-            system's temporary folder. With "host" every device has all examples, the rows of a
-            cohort are sent ahead of its round, and `states` of the result is mapped and read-only.
+            system's temporary folder. With "host" every device has all examples, and the rows of a
+            cohort are sent ahead of its round. `states` of the result is mapped and read-only.
         callbacks: Functions that get a copy of all rows of metrics, the newest last. They are
             called at each evaluation, and before a resumed run continues. If one returns True, the
             run ends there (see `jaxfl.callbacks`). Each of several processes calls them. If one
@@ -151,10 +151,11 @@ def simulate(
             from the global model, which the statement covers, and from the server's own examples,
             which must be no client's.
         keep: "best" also keeps the states of the evaluation with the best mean over clients of the
-            headline metric (`Task.headline`), as `Result.best`, and `Result.model` makes its models
-            from them. If no client has test examples, the central score decides. No epsilon covers
-            this choice by clients' test examples, and the best score is optimistic, because it was
-            chosen. The other fields of the result are those of the last round, as with "last".
+            headline metric (`Task.headline`), as `Result.best`. `Result.model` then makes its
+            models from them. If no client has test examples, the central score decides. No epsilon
+            covers this choice by clients' test examples, and the best score is optimistic, because
+            it was chosen. The other fields of the result are those of the last round, as with
+            "last".
         options: Options of `RunOptions`, by keyword.
 
     Returns:

@@ -103,8 +103,8 @@ def _grouped_maps(x: Array, kernel: Array, options: PlainOptions) -> Array:
 def to_blocks(x: Array, kernel: Array, padding: int) -> tuple[Array, Array]:
     """Return the input and the kernel of a convolution of stride 1 that equals one of stride 2.
 
-    Blocks of 2x2 pixels become channels, in the input [4 channels, H2, W2, B] and in the kernel
-    [(k + 1) // 2, (k + 1) // 2, 4 channels, features].
+    Blocks of 2x2 pixels become channels. The input is [4 channels, H2, W2, B], and the kernel is
+    [h, h, 4 channels, features] with h = (k + 1) // 2.
 
     Args:
         x: Input [channels, H, W, B].

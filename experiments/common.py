@@ -39,11 +39,11 @@ def starred(chosen: Mapping[str, float], points: Mapping[str, Sequence[float]]) 
 
 
 def validation_curve(tuning: Mapping[str, Any], passes: int = 1) -> dict[int, float]:
-    """Return the scores of the chosen point by passes.
+    """Return the validation scores of the chosen point, by passes over the data.
 
     Args:
         tuning: Row of `Comparison.tuning` whose points have one number.
-        passes: Passes over the data in each round.
+        passes: Number of passes in each round.
 
     >>> points, scores = {"rate": [0.1, 0.3]}, {"1": [0.2, 0.4], "2": [0.3, 0.5]}
     >>> validation_curve({"points": points, "chosen": {"rate": 0.3}, "scores": scores}, passes=5)
@@ -61,7 +61,8 @@ def stopped(chosen: str, passes: int, curve: Mapping[Any, float], most: int = 10
         chosen: The chosen point, as text.
         passes: Passes after which training stops.
         curve: Scores by passes.
-        most: Greatest number of scores that the text shows.
+        most: Greatest number of evenly spaced scores in the text. The scores at `passes` and at the
+            end are shown as well.
 
     >>> text = stopped("rate 0.1", 3, {1: 0.5, 2: 0.52, 3: 0.6, 4: 0.6}, most=2)
     >>> print(text.replace("; ", ";\n"))
@@ -85,21 +86,24 @@ class Choice(NamedTuple):
     """Scores of a method's points on validation examples, and the best point."""
 
     points: Mapping[str, Sequence[float]]
+    """Columns of numbers by argument, one entry for each point."""
     validation: list[float]
     """The score of each point at the best round."""
     chosen: dict[str, float]
+    """Arguments of the best point."""
     rounds: int
+    """Number of rounds after which the best point has its best score."""
     result: Result
     """Result of the best point."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the part of the choice that a study's result stores."""
+        """Return what a study's result stores: `points`, `validation` and `chosen`."""
         return {"points": dict(self.points), "validation": self.validation, "chosen": self.chosen}
 
 
 def accuracies(rows: Sequence[Mapping[str, float]]) -> list[float]:
-    """Return the accuracy of every evaluated round."""
+    """Return the accuracies in [0, 1], one for each row of a run's metrics."""
     return [row["accuracy"] for row in rows]
 
 
@@ -108,10 +112,12 @@ def choose(
     results: Sequence[Result],
     score: Callable[[Sequence[Mapping[str, float]]], Sequence[float]] = accuracies,
 ) -> Choice:
-    """Return the best point of a sweep, at its best round.
+    """Choose the point of a sweep with the highest score, and its best round.
+
+    A score of NaN counts as -1.
 
     Args:
-        points: Columns of numbers, one entry for each point.
+        points: Columns of numbers by argument, one entry for each point.
         results: Result of each point on validation examples.
         score: Function from the rows of metrics to scores of the last few rows. The default
             scores every row. If the scores of several rows are returned, the best row decides
@@ -148,35 +154,42 @@ def split_clients(
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Return the installed version of each package."""
+    """Return the installed versions by package name."""
     return {name: importlib.metadata.version(name) for name in packages}
 
 
 class Row(NamedTuple):
-    """A method in a table: accuracies over seeds, and the privacy statement of all seeds."""
+    """A method in a table: accuracies in [0, 1] at the end, one for each seed."""
 
     method: str
     mean: list[float]
+    """Mean accuracy over clients."""
     worst10: list[float]
+    """Mean accuracy of the worst tenth of the clients."""
     statement: dict[str, Any]
+    """Privacy statement of the first seed. Its epsilons are those of all seeds."""
     metrics: list[list[dict[str, float | int]]]
+    """Metrics of each seed, one row for each evaluated round."""
     local: Sequence[float] = ()
-    """Mean accuracy of local models at the end, if they are tested too."""
+    """Mean accuracy of local models. Empty if they are not tested."""
 
 
 def model_for(name: str, dataset: Dataset) -> Model:
-    """Build the named model for a dataset. Digits get a network of their own, as they are small."""
+    """Build the named model for a dataset.
+
+    Digits get `digits_cnn` for any name, because their images are small.
+    """
     if dataset.name == "digits":
         return digits_cnn()
     return build(name, dataset.train_inputs.shape[1:], dataset.classes)
 
 
 def fine_tuned(base: Algorithm, local: LocalSGD, penalty_weight: float = 0.0) -> Algorithm:
-    """Return the method with each client's entire model trained on its own data for evaluation.
+    """Return the method, evaluated after each client has trained the entire model on its own data.
 
     Args:
-        base: Method that shares a model.
-        local: Training before evaluation.
+        base: Method that shares a model, `server.params`.
+        local: A client's training before an evaluation. Nothing of it is sent.
         penalty_weight: Weight of a proximal term towards the server's model. 0 adds no term.
     """
 
@@ -198,13 +211,13 @@ def dirichlet_clients(
     minimum: int,
     examples: int | None = None,
 ) -> Clients:
-    """Make Dirichlet clients with matching test splits.
+    """Make clients with Dirichlet mixes of classes, each tested on the mix that it trains on.
 
     Args:
         dataset: Examples of all clients.
         clients: Number of clients.
         alpha: Concentration of the Dirichlet distribution.
-        seed: Seed of the random part and of the partition.
+        seed: Seed of the random part, the partition and the test split.
         minimum: Least number of training examples of a client.
         examples: Size of the random part of the training examples. None takes all of them.
     """
@@ -240,9 +253,12 @@ def run_each(
         rounds: T, number of rounds.
         seeds: Seeds, each for one run of each method. A seed also draws the partition.
         out: Root of the run folders.
-        config: Resolved settings, which name the run folder.
+        config: Settings, whose hash is in the path of a run folder (see `run_folder`).
         eval_every: Rounds between evaluations, see `simulate`.
         options: Further arguments of `simulate`.
+
+    Returns:
+        Results by name, in the order of the seeds.
     """
     clients, results = {seed: make(seed) for seed in seeds}, {}
     for name, builder in methods.items():
@@ -273,16 +289,16 @@ def sweep_each(
     Args:
         method: Name of the run folders.
         build: Function from keyword arguments to the algorithm.
-        values: Columns of numbers by argument.
+        values: Columns of numbers by argument, one entry for each point.
         make: Function from a seed to its clients.
         rounds: T, number of rounds.
         seeds: Seeds, each for one sweep. A seed also draws the partition.
         out: Root of the run folders.
-        config: Resolved settings, which name the run folder.
+        config: Settings, whose hash is in the path of a run folder (see `run_folder`).
         options: Further arguments of `sweep`.
 
     Returns:
-        The results of each point, in the order of the seeds.
+        A list for each point, with its results in the order of the seeds.
     """
     results = [
         sweep(
@@ -315,7 +331,7 @@ def trained_alone(
     out: pathlib.Path,
     config: Mapping[str, Any],
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Run local-only at the learning rate and the number of passes that are best when held out.
+    """Run local-only at the learning rate and the passes that score best on held-out examples.
 
     Args:
         model: Model of every client.
@@ -324,13 +340,14 @@ def trained_alone(
         make: Function from a seed to its clients.
         rounds: Greatest number of rounds.
         seeds: Seeds of the rows.
-        tuning_seed: Seed of the runs by which the choice is made. It differs from `seeds`.
+        tuning_seed: Seed of the runs by which the choice is made. It must not be among `seeds`.
         out: Root of the run folders.
-        config: Resolved settings, which name the run folder.
+        config: Settings, whose hash is in the path of the run folder (see `run_folder`).
 
     Returns:
-        A row of metrics for every seed, and the facts of the choice. The facts are the points, the
-        chosen point, the passes after which it stops, and its scores by passes.
+        A row of `Comparison.rows` for every seed, and the facts of the choice. The facts are
+        `points`, `chosen`, `passes` (after which training stops), and `validation` (the chosen
+        point's scores by passes).
     """
     passes = local(rates[0]).epochs
     found = compare(
@@ -366,12 +383,12 @@ def evaluated(
     seed: int,
     left: Sequence[tuple[Tree, Tree]],
 ) -> list[float]:
-    """Return the accuracy of each point, evaluated on the final states of earlier runs.
+    """Return each point's mean accuracy over clients, on the final states of earlier runs.
 
     Args:
         build: Function from keyword arguments to the algorithm that personalizes.
-        values: Columns of numbers by argument.
-        clients: The clients.
+        values: Columns of numbers by argument, one entry for each point.
+        clients: Clients of the earlier runs.
         seed: Seed of the earlier runs.
         left: Final states of server and clients, one pair for each point.
     """
@@ -393,7 +410,7 @@ def evaluated(
 
 
 def row_of(method: str, results: Sequence[Result]) -> Row:
-    """Return a method's results over seeds as a row."""
+    """Return a method's row from its results, one for each seed."""
     final = [result.metrics[-1] for result in results]
     return Row(
         method=method,
@@ -407,13 +424,12 @@ def row_of(method: str, results: Sequence[Result]) -> Row:
 def constant_scores(clients: Clients, participants: int | None = None) -> tuple[float, float]:
     """Return the mean test accuracies of clients that predict one class for all examples.
 
-    The first number is that of the most frequent class of all participants' training examples, and
-    the second that of each client's own most frequent class. Clients without test examples do not
-    count.
+    The first number is for the most frequent class of all participants' training examples. The
+    second is for each client's own most frequent class. Clients without test examples do not count.
 
     Args:
         clients: The clients.
-        participants: Number of the first clients, which alone count. None stands for all.
+        participants: Only the first `participants` clients count. None counts all of them.
     """
     labels = np.asarray(clients.labels)
     train = _labels_of_each(labels, clients.train, clients.train_size, participants)
@@ -428,7 +444,7 @@ def constant_scores(clients: Clients, participants: int | None = None) -> tuple[
 def _labels_of_each(
     labels: np.ndarray, lists: Any, sizes: Any, participants: int | None
 ) -> list[np.ndarray]:
-    """Return the labels of each participant's examples."""
+    """Return an array for each participant with the labels of its examples, without padding."""
     listed = zip(lists, np.asarray(sizes)[:participants], strict=False)
     return [labels[np.asarray(rows)[:size]] for rows, size in listed]
 
@@ -438,7 +454,10 @@ def _most_frequent(labels: np.ndarray) -> int:
 
 
 def percent(values: Sequence[float]) -> str:
-    """Format mean ± standard deviation over seeds in percent, or a dash if nothing was tested."""
+    """Format shares as mean ± standard deviation in percent, or a dash if one of them is NaN.
+
+    A single share has no standard deviation.
+    """
     if np.isnan(values).any():
         return "–"
     text = f"{100 * np.mean(values):.1f}"
@@ -446,7 +465,7 @@ def percent(values: Sequence[float]) -> str:
 
 
 def number(value: float | str) -> str:
-    """Format an epsilon, with ∞ if no finite epsilon holds."""
+    """Format an epsilon with three digits. Infinity and "inf" become ∞."""
     return (
         "∞"
         if value == "inf" or (isinstance(value, float) and math.isinf(value))

@@ -19,6 +19,7 @@ PEERS = {
     "torch, 2 processes": "PyTorch, 2 processes",
     "bare local training": "bare training",
 }
+"""Names in the front page's table, by the `round` of a throughput benchmark's row."""
 BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 
 
@@ -27,11 +28,11 @@ class Config:
     """Options of the command."""
 
     check: bool = False
-    """Write nothing, and end with 1 if a README does not match its results."""
+    """Write nothing, and exit with 1 if a README does not match its results."""
 
 
 def _in_words(name: str) -> str:
-    """Return the name of a column for readers.
+    """Return the name of a benchmark's column with spaces, and with units as they are written.
 
     >>> _in_words("us_per_client_step"), _in_words("temporary_mb")
     ('µs per client step', 'temporary MB')
@@ -41,7 +42,7 @@ def _in_words(name: str) -> str:
 
 
 def _cell(value: Any) -> str:
-    """Return a value with three digits if it is a float, and a dash if it is not known.
+    """Format a value: a float with three digits, and None as a dash.
 
     >>> _cell(None), _cell(0.01234), _cell(98765.0), _cell("lenet")
     ('–', '0.0123', '98,800', 'lenet')
@@ -55,7 +56,7 @@ def _cell(value: Any) -> str:
 
 
 def benchmark(result: dict[str, Any]) -> str:
-    """Return the table of a benchmark."""
+    """Return the table of a benchmark, with its headline, the machine and the date."""
     rows, machine = result["rows"], result["machine"]
     names = ", ".join(f"{name} {machine[name]}" for name in ("jax", "jaxlib", "numpy"))
     where = (
@@ -69,7 +70,10 @@ def benchmark(result: dict[str, Any]) -> str:
 
 
 def speed(results: Mapping[str, dict[str, Any]]) -> str:
-    """Return the table of the front page, which compares workloads with PyTorch."""
+    """Return the front page's table of throughput benchmarks.
+
+    The columns of PyTorch and of bare training have their time as a multiple of jaxfl's.
+    """
     lines = []
     for name, result in results.items():
         if name.startswith("throughput_"):
@@ -89,7 +93,7 @@ def speed(results: Mapping[str, dict[str, Any]]) -> str:
 
 
 def main(config: Config) -> None:
-    """Render the READMEs of every package and of the benchmarks."""
+    """Render the READMEs of every package, of the benchmarks and of the repository."""
     done = [
         path
         for package, studies in all_studies().items()

@@ -29,6 +29,7 @@ from jaxfl.report.looks import looks
 
 HERE = pathlib.Path(__file__).parent
 PACKAGES = ("jaxfl", "jax", "jaxlib", "optax", "numpy", "dp-accounting")
+"""Packages whose versions every result stores."""
 Result = Mapping[str, Any]
 
 
@@ -46,7 +47,7 @@ class Options:
 
     @property
     def smoke(self) -> bool:
-        """Return whether the study only tests that everything runs."""
+        """Return whether the study only tests that everything runs, without a result."""
         return self.scale == "smoke"
 
 
@@ -68,7 +69,15 @@ class Study(NamedTuple):
 
 
 def command(package: str, description: str | None, studies: Mapping[str, Study]) -> None:
-    """Run the studies that the command line names, write each result, and update the README."""
+    """Run the studies that the command line names, write each result, and update the README.
+
+    A smoke run prints the README's text, and writes no result.
+
+    Args:
+        package: Folder of `experiments`.
+        description: Text of `--help`.
+        studies: Studies of the package by name. On the command line, "all" names all of them.
+    """
 
     def main(
         study: tyro.conf.Positional[Any], options: tyro.conf.OmitArgPrefixes[Options] = Options()
@@ -109,7 +118,7 @@ def part(
     make: Callable[[], Result],
     options: Options,
 ) -> Result:
-    """Return a part of a long study's result, and store it, so that the study can resume.
+    """Compute a part of a long study's result, and store it, so that the study can resume.
 
     Args:
         package: Folder of `experiments`.
@@ -119,6 +128,9 @@ def part(
         make: Function that computes the part as values that `json` can write.
         options: Options of the study. A smoke run stores its parts with its runs, and any other
             run in `results/STUDY/`.
+
+    Returns:
+        What `make` returns, with `facts`, `versions` and `date`.
     """
     folder = options.out if options.smoke else HERE / package / "results"
     path = folder / study / f"{file_name(name)}.json"
@@ -146,7 +158,7 @@ def file_name(name: str) -> str:
 
 
 def rounded(facts: Any) -> Any:
-    """Return facts as JSON stores them, with six digits, because processors differ in the last."""
+    """Return facts as JSON stores them, with six digits, because processors differ in the rest."""
     return json.loads(json.dumps(facts), parse_float=lambda number: float(f"{float(number):.6g}"))
 
 
@@ -162,7 +174,8 @@ def render(package: str, studies: Mapping[str, Study], *, check: bool = False) -
         The files that were written, or with `check` the README if it is not up to date.
 
     Raises:
-        ValueError: A result has no place in the README, or a place has no result.
+        ValueError: A result does not have exactly one place in the README, or a place has no
+            result.
     """
     results = {
         name: result for name, result in results_of(HERE / package).items() if name in studies
@@ -179,7 +192,7 @@ def render(package: str, studies: Mapping[str, Study], *, check: bool = False) -
 
 
 def results_of(folder: pathlib.Path) -> dict[str, Any]:
-    """Return the committed results of a folder by name."""
+    """Return the results in `results/*.json` of a folder, by study."""
     return {
         path.stem: json.loads(path.read_text())
         for path in sorted((folder / "results").glob("*.json"))
@@ -198,10 +211,10 @@ def fill(
         check: Whether to write nothing.
 
     Returns:
-        A list of the path. With `check`, the list is empty if the document is up to date.
+        A list with the path. With `check`, the list is empty if the document is up to date.
 
     Raises:
-        ValueError: A block has no place, or a place has no block.
+        ValueError: A block does not have exactly one place, or a place has no block.
     """
     before = text = path.read_text()
     for name in re.findall(r"<!-- /(\w+) -->", text):
@@ -225,15 +238,16 @@ def fill(
 
 
 def all_studies() -> dict[str, Mapping[str, Study]]:
-    """Return the studies of every package that has some."""
+    """Return the studies of every package with a `__main__.py`, by package and name."""
     names = sorted(path.parent.name for path in HERE.glob("*/__main__.py"))
     return {name: importlib.import_module(f"experiments.{name}.__main__").STUDIES for name in names}
 
 
 def facts_of(row: Row) -> dict[str, Any]:
-    """Return the part of a method's runs that a result stores.
+    """Return what a result stores of a method's runs.
 
-    This is a number for every seed, the curves, and the epsilons.
+    The final scores have a number for every seed, and the scores by round a list for every seed.
+    Honest epsilons are by observer and accountant, and the claimed one may be None.
     """
     honest, claim = row.statement["honest"], row.statement["claim"]
     facts = {
@@ -260,7 +274,15 @@ def draw_curves(
     label: str = "accuracy %",
     scale: float = 100.0,
 ) -> None:
-    """Draw a number by round: the mean over seeds, and a band of its 95% interval."""
+    """Draw a number by round: the mean over seeds, and a band of its 95% interval.
+
+    Args:
+        result: Result with a row for each method.
+        path: Path of the PNG file, without its suffix.
+        values: Entry of the rows to draw, with a list by round for every seed.
+        label: Label of the vertical axis.
+        scale: Factor on the values.
+    """
     with plots.style():
         figure = plots.new_figure(plots.DOUBLE, 3.2)
         axes = figure.subplots()
@@ -277,12 +299,14 @@ def draw_curves(
 
 
 def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table."""
+    """Return a Markdown table from the texts of its head and of its lines."""
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *lines])
 
 
 def agreement(printed: Sequence[float], measured: Sequence[float]) -> str:
-    """Describe how far numbers are from those of a paper, and how many of its orderings they have.
+    """Describe the largest difference from a paper's numbers, and how many pairs keep their order.
+
+    Pairs that are equal in the paper do not count.
 
     >>> agreement([50.0, 60.0, 70.0], [52.0, 59.0, 55.0])
     'within 15.0 points; 2 of 3 orderings'
@@ -297,7 +321,7 @@ def agreement(printed: Sequence[float], measured: Sequence[float]) -> str:
 
 
 def signed(gains: Sequence[float] | np.ndarray) -> str:
-    """Format differences in points.
+    """Format differences of shares as signed percentage points.
 
     >>> signed([0.05, -0.002])
     '+5.0, -0.2'
@@ -306,7 +330,7 @@ def signed(gains: Sequence[float] | np.ndarray) -> str:
 
 
 def yes_or_no(claims: Mapping[str, bool]) -> str:
-    """Format which claims hold.
+    """Format for each claim whether it holds.
 
     >>> yes_or_no({"a above b": True, "b above c": False})
     'a above b: yes; b above c: no'
@@ -320,13 +344,13 @@ def source(result: Result) -> str:
 
 
 def dated(result: Result) -> str:
-    """Return the date of a result and the versions of packages that it depends on."""
+    """Return the date of a result and the versions of the packages that made it."""
     installed = listed(f"{name} {version}" for name, version in result["versions"].items())
     return f"{result['date']}; {installed}"
 
 
 def listed(values: Iterable[Any]) -> str:
-    """Format values as a list for a reader.
+    """Join values with commas.
 
     >>> listed([0, 1, 2])
     '0, 1, 2'

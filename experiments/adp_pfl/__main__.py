@@ -53,6 +53,7 @@ FLOORS = {
     "without noise": "FedAvg without noise",
 }
 DEAF = "the fixed noise alone"
+"""Method in which clients do not train, so that the server adds up nothing but noise."""
 LEVELS = (0.3, 0.4, 0.47678, 0.5025, 0.6, 0.8, 0.9)
 """Accuracies of figure 4. The paper names the third and the fourth."""
 
@@ -63,13 +64,13 @@ def nothing(percentile: Any) -> None:
 
 
 def thinner(percentile: float) -> float:
-    """Return the share of noise that theorem 2 leaves for a mask that drops a percentile."""
+    """Return the factor in theorem 2 on the noise, for a mask that drops `percentile` %."""
     one = np.ones(1)
     return float((paper_noise(one, sparsity=percentile / 100) / paper_noise(one))[0])
 
 
 def result_of(bench: Bench, rows: Sequence[Row]) -> dict[str, Any]:
-    """Return settings, references and rows."""
+    """Return a result with the bench's `setting`, its `floors` and the given `rows`."""
     return {"setting": dataclasses.asdict(bench.setting), "floors": bench.floors(), "rows": rows}
 
 
@@ -160,9 +161,10 @@ def honest_figures(options: Options) -> Result:
 
 
 def figure_4(options: Options) -> Result:
-    """Measure the budget consumed until an accuracy is reached.
+    """Measure accuracy and consumed budget by round, for both schedules and adaptive budgets.
 
-    All ten clients take part in every round, and budgets have mean epsilon 1.
+    All ten clients take part in every round, and budgets have mean epsilon 1. A claimed budget is a
+    mean over clients, and an honest one is for the client with the least noise.
     """
     bench, rows = Bench("mnist", options, clients=10), []
     own = bench.setting
@@ -206,7 +208,7 @@ def figure_4(options: Options) -> Result:
 
 
 def lines_of(result: Result, column: str) -> list[list[str]]:
-    """Return a line for each method, with a cell for each value of `column`.
+    """Return a line for each method: its name, and a cell for each value of `column`.
 
     References have the same cell for all values.
     """
@@ -237,7 +239,13 @@ def _flat(alone: Row) -> str:
 
 
 def by_column(result: Result, column: str, *more: str) -> str:
-    """Return the table by epsilon or percentile, with the text below it."""
+    """Return the table by epsilon or percentile, with the text below it.
+
+    Args:
+        result: Result with a row for each cell.
+        column: Entry of the rows that the table's columns show.
+        more: Paragraphs between the table and the facts of the setting.
+    """
     values = sorted({row[column] for row in result["rows"]})
     table = markdown_table(
         ["ε" if column == "epsilon" else column, *(f"{value:g}" for value in values)],
@@ -255,7 +263,7 @@ def by_column(result: Result, column: str, *more: str) -> str:
 
 
 def table_2_markdown(result: Result) -> str:
-    """Return the table, a comparison with the paper's, and verdicts."""
+    """Return the table, a table of the paper's numbers and these, and the verdict."""
     printed, found = (
         PRINTED.get(result["setting"]["data"], PRINTED["mnist"]),
         _means(result["rows"]),
@@ -313,7 +321,7 @@ def honest_markdown(result: Result) -> str:
 
 
 def _reproduced(data: str) -> dict[str, list[float]]:
-    """Return the reproduced table 2, or an empty dict if it was not run."""
+    """Return the means of the stored table 2 by method, or an empty dict if it was not run."""
     path = HERE / "adp_pfl" / "results" / f"table_2{SUFFIXES.get(data, f'_{data}')}.json"
     return _means(json.loads(path.read_text())["rows"]) if path.exists() else {}
 
@@ -351,7 +359,12 @@ def honest_figures_markdown(result: Result) -> str:
 
 
 def _beside(names: Iterable[str], columns: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
-    """Return a table whose cells have numbers from several sources."""
+    """Return a table whose cells have a number from each source, with slashes between them.
+
+    Args:
+        names: Rows of the table.
+        columns: Numbers at `EPSILONS`, by source and row.
+    """
     body = [
         [
             name,
@@ -366,7 +379,7 @@ def _beside(names: Iterable[str], columns: Mapping[str, Mapping[str, Sequence[fl
 
 
 def _means(rows: Sequence[Row]) -> dict[str, list[float]]:
-    """Return the accuracy of local models in percent by method."""
+    """Return the mean accuracies of local models in percent by method, one for each row."""
     return {
         name: [100 * float(np.mean(r["local"])) for r in rows if r["method"] == name]
         for name in _names(rows)
@@ -390,7 +403,7 @@ def verdict(claims: Mapping[str, bool], why: str, where: str = "") -> str:
 def _above(
     result: Result, name: str, others: Sequence[str], epsilons: Sequence[float]
 ) -> dict[str, bool]:
-    """Return whether a method is above others by claim."""
+    """Return for each claim that a method is above another at an epsilon whether it holds."""
     found = {(row["method"], row["epsilon"]): np.mean(row["local"]) for row in result["rows"]}
     return {
         f"{name} above {other} at ε {epsilon:g}": bool(found[name, epsilon] > found[other, epsilon])
@@ -464,7 +477,7 @@ def figure_6_markdown(result: Result) -> str:
 
 
 def figure_4_markdown(result: Result) -> str:
-    """Return the table of a client's claimed budget when an accuracy was first reached."""
+    """Return the table of budgets, claimed and honest, when accuracies were first reached."""
     head = ["accuracy of local models", *(f"{100 * level:g}%" for level in LEVELS), "at the end"]
     lines, needed = [], {}
     for row in result["rows"]:
@@ -511,7 +524,7 @@ def figure_4_markdown(result: Result) -> str:
 
 
 def draw(column: str, result: Result, path: pathlib.Path) -> None:
-    """Draw the accuracy of local models by epsilon or percentile.
+    """Draw the accuracy of local models by epsilon or percentile into a PNG file.
 
     Points are means over seeds, and bars are their 95% intervals.
     """

@@ -44,7 +44,7 @@ class Setting:
     data: str
     clients: int = 100
     share: float = 0.2
-    """Share of the labels of each client."""
+    """Share of all labels that each client has."""
     cohort: int = 10
     rounds: int = 100
     examples: int = 100
@@ -74,7 +74,13 @@ SMOKE: dict[str, Any] = {
 
 
 class Bench:
-    """Clients of a data set, and the functions that run and test methods on them."""
+    """Clients of a dataset, and the functions that run and test methods on them.
+
+    Args:
+        data: Name of the dataset.
+        options: Options of the study. A smoke run replaces parts of the setting by `SMOKE`.
+        changes: Other values of the setting.
+    """
 
     def __init__(self, data: str, options: Options, **changes: Any) -> None:
         self.setting = dataclasses.replace(
@@ -88,7 +94,10 @@ class Bench:
     # The bench lives as long as the program, so the cache leaks nothing.
     @functools.cache  # noqa: B019
     def clients(self, seed: int) -> Clients:
-        """Make clients with a share of the labels each, tested on examples of the same labels."""
+        """Make clients with a share of the labels each, tested on examples of the same labels.
+
+        A client trains on at most `examples` examples, which are drawn by the seed.
+        """
         own, labels = (
             self.setting,
             {"labels": self.data.train_labels, "test_labels": self.data.test_labels},
@@ -105,7 +114,7 @@ class Bench:
         return hold_out(self.clients(seed), 0.2, seed=seed)
 
     def passes(self, learning_rate: Any = None, epochs: int | None = None) -> LocalSGD:
-        """Return a client's passes over its examples in a round."""
+        """Return the training of a client in a round. None stands for the setting's number."""
         own = self.setting
         rate = own.learning_rate if learning_rate is None else learning_rate
         return LocalSGD(
@@ -127,9 +136,15 @@ class Bench:
         mask: Callable[[Any], MaskFn | None] = fisher_percentile,
         **options: Any,
     ) -> Build:
-        """Return a builder with the paper's noise, of sensitivity C/m.
+        """Return a builder of ADP-PFL with the paper's noise, of sensitivity C/m.
 
-        The budgets have mean `epsilon`, and `thinner` multiplies the noise (theorem 2).
+        The builder takes `epsilon`, the mean budget of a round, the `percentile` of the mask, and
+        `thinner`, a factor on the noise (theorem 2).
+
+        Args:
+            schedule: "fixed" or "round-level".
+            mask: Function from a percentile to a mask. None stands for no mask.
+            options: Further arguments of `adp_pfl_paper`, in place of those of the setting.
         """
         own, noise = self.setting, paper_noise(self.budgets(schedule), delta=self.setting.delta)
 
@@ -145,7 +160,7 @@ class Bench:
         return build
 
     def published_dp_lg(self, epsilon: Any) -> Algorithm:
-        """Build DP-LG with the paper's noise for a fixed budget."""
+        """Build DP-LG with the paper's noise, for a budget of `epsilon` in every round."""
         own = self.setting
         options: dict[str, Any] = {
             "sampling": FixedSize(own.cohort),
@@ -160,11 +175,15 @@ class Bench:
 
     @property
     def fisher(self) -> MaskFn:
-        """Return the paper's mask."""
+        """Return the paper's mask, by Fisher information, at the setting's percentile."""
         return fisher_percentile(self.setting.percentile)
 
     def honest(self, schedule: str, mask: MaskFn | None) -> Build:
-        """Return a builder with noise of the server, `least` in the round of the largest budget."""
+        """Return a builder of ADP-PFL with noise of the server.
+
+        The builder takes the clip bound and `least`, the noise multiplier in the round of the
+        largest budget. The noise of other rounds is larger, in proportion to 1 / budget.
+        """
         budgets = self.budgets(schedule)
 
         def build(least: Any, clip: Any) -> Algorithm:
@@ -174,12 +193,12 @@ class Bench:
         return build
 
     def honest_dp_lg(self, least: Any, clip: Any) -> Algorithm:
-        """Build DP-LG with noise of the server."""
+        """Build DP-LG with noise of the server. `least` is the noise multiplier of all rounds."""
         return dp_lg(self.model, noise_multiplier=least, clip=clip, **self.sampled)
 
     @property
     def sampled(self) -> dict[str, Any]:
-        """Return the arguments of sampling and training for honest noise."""
+        """Return the arguments `sampling`, `delta` and `local` of methods with honest noise."""
         own = self.setting
         return {
             "sampling": Poisson(own.cohort / own.clients),
@@ -188,7 +207,7 @@ class Bench:
         }
 
     def least_noise(self, schedule: str, epsilon: float) -> float:
-        """Return the noise for an epsilon against an observer of sums, see `honest`."""
+        """Return the argument `least` of `honest` for an epsilon against an observer of sums."""
         own, budgets = self.setting, self.budgets(schedule)
         run: dict[str, Any] = {"clients": own.clients, "rounds": own.rounds, "delta": own.delta}
         return calibrate(
@@ -214,7 +233,12 @@ class Bench:
             build: Function from a point's values to the algorithm. All points share one program.
             values: Columns of numbers by argument.
             tuning: Whether to run only the tuning seed, tested on held-out training examples.
-            shown: Further entries of each row.
+            shown: Further entries of each row, such as another `method`.
+
+        Returns:
+            Rows with `method`, the point's values, and the epsilons `aggregate` and `upload`. The
+            lists `local` and `global` have an accuracy for each seed. `dropped` is the share of
+            updates that were not finite.
         """
         seeds, make = ((TUNING,), self.held_out) if tuning else (self.seeds, self.clients)
         run: dict[str, Any] = {
@@ -255,13 +279,21 @@ class Bench:
         seed: int,
         left: list[Tree],
     ) -> list[float]:
-        """Return accuracies after each client's own passes from the final states of the points."""
+        """Return each point's accuracy after clients train its final model on their own data.
+
+        Args:
+            build: Function from a point's values to the algorithm.
+            values: Columns of numbers by argument.
+            clients: Clients of the runs.
+            seed: Seed of the runs.
+            left: Final states of server and clients, one pair for each point.
+        """
         return evaluated(
             lambda **point: self.tested_locally(build(**point)), values, clients, seed, left
         )
 
     def tested_locally(self, method: Algorithm) -> Algorithm:
-        """Return the method, tested after each client's own passes, of which nothing is sent."""
+        """Return the method, tested after further training of each client, which is never sent."""
 
         def personalize(
             key: Key[Array, ""], server: Tree, client: Tree, data: ClientData
@@ -304,7 +336,10 @@ class Bench:
         ]
 
     def floors(self) -> dict[str, Row]:
-        """Return the references: an untrained model, training alone, and FedAvg without noise."""
+        """Return the rows of references by name: `untrained`, `alone` and `without noise`.
+
+        Clients test an untrained model, as any other, after their own passes.
+        """
 
         def without_noise(learning_rate: Any) -> Algorithm:
             mechanism = Mechanism(

@@ -90,9 +90,10 @@ def honest() -> dict[str, tuple[Algorithm, int]]:
 
 
 def published(clients: Clients) -> dict[str, tuple[Algorithm, int]]:
-    """Return methods as printed by name, and the number of runs of each.
+    """Return methods as printed, by name, and the number of runs of each.
 
-    The claim is 1 if the paper's rule has a total.
+    Each paper's own rule gives the noise for a claimed epsilon of 1. DP-pFedDSU's rule leaves a
+    constant open, so its noise is calibrated.
     """
     smallest, number = int(np.min(clients.train_size)), int(np.sum(clients.train_size))
     shared: dict[str, Any] = {"local": LOCAL, "sampling": Full(), "clip": CLIP, "delta": DELTA}
@@ -133,7 +134,7 @@ def clients() -> Clients:
 
 
 def run(part: str, options: Options) -> Result:
-    """Audit every method of a part, with its own number of seeds."""
+    """Audit every method of a part, "honest" or "published", with its own number of seeds."""
     # Otherwise most of the time would be spent in the compiler.
     compile_quickly()
     everybody = clients()
@@ -159,7 +160,16 @@ def run(part: str, options: Options) -> Result:
 
 
 def audit(method: Algorithm, everybody: Clients, count: int, canaries: int) -> dict[str, Any]:
-    """Audit a method once for each seed, in one program."""
+    """Audit a method once for each of the seeds 0 to `count` - 1, in one program.
+
+    Up to three further runs have no canaries, and show what canaries cost in accuracy.
+
+    Args:
+        method: The method.
+        everybody: Clients of all runs.
+        count: Number of seeds.
+        canaries: Number of canaries in a run.
+    """
     keys = jax.vmap(jax.random.key)(np.arange(count))
     build: Callable[..., Algorithm] = lambda: method  # noqa: E731
     options: dict[str, Any] = {"eval_every": ROUNDS, "progress": False, "audit": Canaries(canaries)}
@@ -182,7 +192,7 @@ def audit(method: Algorithm, everybody: Clients, count: int, canaries: int) -> d
 
 
 def markdown(result: Result) -> str:
-    """Return the README's text for a part."""
+    """Return the README's text for the part that a result belongs to."""
     text = TEXT[result["study"]].format(**result["setting"])
     return f"{text}\n\n{table(result)}\n\n{dated(result)}; {result['seconds']} seconds."
 
@@ -200,7 +210,7 @@ HEADER = (
 
 
 def table(result: Result) -> str:
-    """Return the table of a part."""
+    """Return the table with a line for each audited method."""
     lines = []
     for name, row in result["methods"].items():
         bounds, limits = np.array(row["at_least"]), (row["claimed"], row["stated"])

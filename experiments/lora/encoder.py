@@ -21,23 +21,23 @@ class Classifier(nn.Module):
     first: int = 0
 
     def setup(self) -> None:
-        """Make the layers."""
+        """Make the layers from `first` on, and the embeddings if `first` is 0."""
         if not self.first:
             self.embeddings = Embeddings()
         self.layer = [Layer(name=f"layer_{i}") for i in range(self.first, LAYERS)]
         self.head = nn.Dense(self.classes)
 
     def extract(self, x: Array) -> Float[Array, "B d"]:
-        """Return the features, which are the input of the head."""
+        """Return the features, which are the input of the head, from tokens or a layer's input."""
         x = x if self.first else self.embeddings(x)
         for layer in self.layer:
             x = layer(x)
         return x.mean(1)
 
     def classify(self, features: Float[Array, "B d"]) -> Float[Array, "B K"]:
-        """Return logits of features."""
+        """Return the logits of features, by the head."""
         return self.head(features)
 
     def __call__(self, x: Array) -> Float[Array, "B K"]:
-        """Return logits."""
+        """Return the logits of tokens, or of inputs of layer `first`."""
         return self.classify(self.extract(x))

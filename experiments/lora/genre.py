@@ -59,7 +59,10 @@ class Texts(NamedTuple):
 
 
 def passages(length: int) -> Texts:
-    """Return the spoken text of all plays, cut into passages of `length` word pieces."""
+    """Return the spoken text of all plays in `GENRES`, cut into passages of `length` word pieces.
+
+    The pieces include the marks of start and end. The last, shorter passage of a play is dropped.
+    """
     cutter = tokenizer()
     ends = cutter.token_to_id("[CLS]"), cutter.token_to_id("[SEP]")
     tokens, labels = [], []
@@ -74,7 +77,10 @@ def passages(length: int) -> Texts:
 
 
 def chosen(texts: Texts, size: int) -> Texts:
-    """Draw passages in random order, equally many of each genre."""
+    """Draw `size` passages in random order, about equally many of each genre.
+
+    The draw is the same in every run.
+    """
     generator = np.random.default_rng(0)
     rows = [
         generator.permutation(np.flatnonzero(texts.labels == genre))[: -(-size // 3)]
@@ -89,7 +95,11 @@ def hidden(
 ) -> tuple[Float[np.ndarray, "n L d"], Float[np.ndarray, "n d"]]:
     """Return the input of the encoder's last layer, and the mean over tokens of its output.
 
-    Neither depends on a trained number.
+    No method trains a number on which these arrays depend.
+
+    Args:
+        tokens: Passages.
+        batch: Number of passages that the encoder takes at a time.
     """
     fixed = minilm_weights()
     below = jax.jit(lambda x: _first_layers(fixed, x))
@@ -113,11 +123,17 @@ class Method(NamedTuple):
 
     candidate: Candidate
     inputs: str
+    """Kind: "hidden" is the input of the last layer, and "features" the mean of its output."""
     parameters: int
 
 
 def methods(setting: Setting, last: Any) -> dict[str, Method]:
-    """Return LoRA on the last layer and a head, the head alone, and the head in local training."""
+    """Return LoRA on the last layer and a head, the head alone, and local training of the head.
+
+    Args:
+        setting: Settings of the task.
+        last: Pretrained weights of the encoder's last layer.
+    """
     head = {"head": {"kernel": np.zeros((last["norm"]["scale"].size, 3)), "bias": np.zeros(3)}}
     network = from_flax(
         Classifier(3, first=LAYERS - 1), (setting.length, last["norm"]["scale"].size)
@@ -268,7 +284,7 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Return the table of accuracies by method and epsilon."""
+    """Return the table of accuracies by method and epsilon, with the chosen points."""
     columns, lines = [number(epsilon) for epsilon in EPSILONS], []
     for name, row in result["methods"].items():
         # Local training has epsilon 0, so all columns have the same accuracy.

@@ -34,11 +34,11 @@ from jaxfl.privacy import FixedSize, Mechanism, calibrate
 from jaxfl.types import Algorithm, Clients, Model
 
 TOTAL = 50.0
-"""The paper's "total budget", the base of (7)."""
+"""The paper's "total budget": the base of (7), and the epsilon of GDP-FL and LDP-Fed."""
 
 
 class Setting(NamedTuple):
-    """Settings of the paper, with our clip bound, delta, batches and passes, which it omits."""
+    """Settings of the paper, and a clip bound, delta, batches and passes, which the paper omits."""
 
     data: str = "mnist"
     clients: int = 100
@@ -72,7 +72,7 @@ class Setting(NamedTuple):
         return self._replace(**small, rounds=2) if options.smoke else self
 
     def local(self, rate: float, epochs: int | None = None) -> LocalSGD:
-        """Return the training of a client in a round."""
+        """Return the training of a client in a round. None stands for the setting's `epochs`."""
         return LocalSGD(optax.sgd(rate), self.batch_size, self.epochs if epochs is None else epochs)
 
 
@@ -91,15 +91,15 @@ PAPER = {
         "case 4": (44.10, 1.3),
     },
 }  # fmt: skip
-"""The paper's accuracy in percent, and its loss."""
+"""The paper's (accuracy in percent, loss) by data and method."""
 
 
 def budgets(
     case: int, clients: int, *, preference: float | None = None, base: float = TOTAL
 ) -> Budgets:
-    """Return the budgets of a case by (7), with the levels of its preferences.
+    """Draw the clients' preferences in a case, and return their budgets by (7) and their levels.
 
-    The budgets are the same in every run.
+    The draw is the same in every run.
 
     Args:
         case: Distribution of preferences. Case 1 has equal small ones, and case 2 equal large
@@ -121,7 +121,14 @@ def budgets(
 
 
 def printed(setting: Setting, model: Model, asked: Budgets, **changes: Any) -> Algorithm:
-    """Build PDP-FL with the paper's noise, by default (20) with Algorithm 3's mean levels."""
+    """Build PDP-FL with the paper's noise. By default it is (20) with Algorithm 3's mean levels.
+
+    Args:
+        setting: Settings of the run.
+        model: Model of every client.
+        asked: Budgets of the clients.
+        changes: Other values of `epsilon_max`, `top_up` or `aggregation` of `pdp_fl_paper`.
+    """
     rule: dict[str, Any] = {"epsilon_max": setting.epsilon_max, "top_up": "mean_level"} | changes
     rule |= {"smallest": setting.examples, "clip": setting.clip, "delta": setting.delta}
     local = setting.local(setting.learning_rate)
@@ -137,7 +144,7 @@ def plain(setting: Setting, model: Model, rate: float) -> Algorithm:
 
 
 def equal(setting: Setting, epsilon: float) -> Budgets:
-    """Return the same budget for all clients."""
+    """Return budgets of `epsilon` and a level of 5 for all clients."""
     return Budgets(np.full(setting.clients, epsilon), np.full(setting.clients, 5.0))
 
 
@@ -162,7 +169,7 @@ def cases(
 
 
 def reproduced(setting: Setting, model: Model) -> dict[str, Algorithm]:
-    """Return the methods of the paper's table."""
+    """Return the methods of the paper's table by name."""
     rules = {"epsilon_max": math.inf, "top_up": "variances"}
     return {
         "FedAvg": plain(setting, model, setting.learning_rate),
@@ -175,7 +182,7 @@ def reproduced(setting: Setting, model: Model) -> dict[str, Algorithm]:
 
 
 def readings(setting: Setting, model: Model) -> dict[str, Algorithm]:
-    """Return other readings of the paper's text."""
+    """Return PDP-FL by other readings of the paper's text, by name."""
     rows = {
         f"case 3, server by {rule}": printed(
             setting, model, budgets(3, setting.clients), top_up=rule
@@ -187,7 +194,7 @@ def readings(setting: Setting, model: Model) -> dict[str, Algorithm]:
 
 
 def honest(setting: Setting, model: Model) -> dict[str, Candidate]:
-    """Return candidates with honest noise and tuned clip bounds and rates, and tuned FedAvg."""
+    """Return FedAvg without noise and methods with honest noise, as candidates by name."""
     sampling = FixedSize(setting.cohort)
     run: dict[str, Any] = {
         "clients": setting.clients,
@@ -243,7 +250,7 @@ HONEST = {
     "case 3, honest for clients": "5; its own",
     "case 3, honest for examples": "5 for an example; 5 for an example",
 }
-"""Epsilons of the honest rows for every client, against observers of sums and of uploads."""
+"""Epsilons of the honest rows as texts, against an observer of sums; against one of uploads."""
 
 
 def split(setting: Setting, data: Dataset, seed: int) -> Clients:
@@ -257,7 +264,7 @@ def split(setting: Setting, data: Dataset, seed: int) -> Clients:
 def measured(
     setting: Setting, methods: Mapping[str, Algorithm], options: Options, data: Dataset
 ) -> dict[str, Any]:
-    """Return the rows of methods without tuning."""
+    """Run methods without tuning, and return a row by name, see `facts_of`."""
     found = run_each(
         {name: lambda _, method=method: method for name, method in methods.items()},
         partial(split, setting, data),
@@ -273,7 +280,10 @@ def measured(
 def tuned(
     setting: Setting, methods: Mapping[str, Candidate], options: Options, data: Dataset
 ) -> dict[str, Any]:
-    """Return the rows of methods at their best point on validation examples."""
+    """Run methods at their best point on validation examples, and return a row by name.
+
+    A row has accuracy and loss of every seed, the chosen point, and the points with their scores.
+    """
     rows = {}
     for name, method in methods.items():
         few = {argument: column[:2] for argument, column in method.points.items()}
@@ -303,7 +313,10 @@ def tuned(
 
 
 def alone(setting: Setting, model: Model, options: Options, data: Dataset) -> dict[str, Any]:
-    """Return the row of ten clients that train alone, at their best rate and round."""
+    """Return the row of ten clients that train alone, at their best rate and round.
+
+    A smoke run has four clients. The row's name is "local-only".
+    """
     few = setting._replace(clients=10 if setting.clients > 10 else 4)
     rates, most = grid(rate=(0.01, 0.03, 0.1, 0.3)), 2 if options.smoke else 60
     floor = Candidate(
@@ -336,7 +349,7 @@ def data_and_model(setting: Setting) -> tuple[Dataset, Model]:
 
 
 def curves(key: str, options: Options) -> Result:
-    """Measure accuracy by round in the cases."""
+    """Measure the accuracy by round of FedAvg and of the cases, over ten rounds."""
     setting = SETTINGS[key].sized(options)
     setting = setting if options.smoke else setting._replace(rounds=10)
     _, model = loaded = data_and_model(setting)
@@ -363,9 +376,9 @@ TRENDS: dict[str, tuple[float, ...]] = {
 
 
 def trends(options: Options) -> Result:
-    """Measure figure 4, which changes one parameter of case 3 at a time.
+    """Measure figure 4, which changes one setting of case 3 at a time.
 
-    Each client has equally many examples for any number of clients.
+    A client has 300 examples, however many clients there are.
     """
     base = Setting(examples=300, rounds=5, epsilon_max=50.0).sized(options)
     data, model = data_and_model(base)
@@ -386,18 +399,18 @@ def trends(options: Options) -> Result:
 
 
 def epsilons(row: Mapping[str, Any]) -> list[str]:
-    """Format the claimed epsilon, and honest ones by RDP for observers of sums and uploads."""
+    """Format the claimed epsilon, and honest ones by RDP for observers of sums and of uploads."""
     claimed = "–" if row["claimed"] is None else number(row["claimed"])
     return [claimed, *(number(row["epsilon"][who]["rdp"]) for who in ("aggregate", "upload"))]
 
 
 def mean(row: Mapping[str, Any]) -> float:
-    """Return the mean accuracy in percent."""
+    """Return the mean over seeds of a row's accuracy, in percent."""
     return 100 * float(np.mean(row["accuracy"]))
 
 
 def below(row: Mapping[str, Any], top: Mapping[str, Any]) -> np.ndarray:
-    """Return the points by which a row is below another one, by seed."""
+    """Return by how many percentage points `row` is below `top`, for each seed."""
     return 100 * np.subtract(top["accuracy"], row["accuracy"])
 
 
@@ -463,7 +476,7 @@ def verdict(result: Result) -> str:
 
 
 def curves_text(result: Result) -> str:
-    """Return the table of accuracies by round, and the paper's trends."""
+    """Return the picture, the table of accuracies by round, and the paper's trends."""
     rows, last = result["rows"], result["setting"]["rounds"]
     shown = [number_ for number_ in (1, 2, 5, 10) if number_ <= last]
     head = [
@@ -516,7 +529,9 @@ def curves_text(result: Result) -> str:
 def trend_table(tests: Sequence[tuple[str, np.ndarray]]) -> str:
     """Return a table of the paper's trends.
 
-    A trend is reproduced if its difference is above 0 in every seed.
+    Args:
+        tests: Each trend in words, with its difference in points for each seed. A trend is
+            reproduced if its difference is above 0 for every seed.
     """
     lines = []
     for text, values in tests:
@@ -530,13 +545,13 @@ def trend_table(tests: Sequence[tuple[str, np.ndarray]]) -> str:
 
 
 def reproduced_trends(tests: Sequence[tuple[str, np.ndarray]]) -> tuple[str, int]:
-    """Return how many trends are seen in every seed, as text, and the number of the others."""
+    """Return a text that counts the trends seen in every seed, and the number of other trends."""
     seen = sum(bool(np.min(values) > 0) for _, values in tests)
     return f"{seen} of {len(tests)} trends are reproduced", len(tests) - seen
 
 
 def trends_text(result: Result) -> str:
-    """Return a table for each parameter, and the paper's trends."""
+    """Return a table for each setting that changes, and the paper's trends."""
     found, parts = result["trends"], []
     for name, rows in found.items():
         head = [name.replace("_", " "), *rows]

@@ -62,10 +62,10 @@ class Setting(NamedTuple):
 
 
 def mechanisms(setting: Setting) -> dict[str, Mechanism]:
-    """Return mechanisms by the name of their row.
+    """Return the mechanism of each row, by the row's name.
 
-    They have no privacy, the deployment's noise, the noise that these clients need, or the clip
-    bound alone.
+    A row has neither clip nor noise, the deployment's noise, the noise for `epsilon` with these
+    clients, or the clip bound alone.
     """
     sampling = Poisson(setting.cohort / setting.clients)
     private: dict[str, Any] = {"clip": setting.clip, "sampling": sampling}
@@ -86,10 +86,10 @@ def mechanisms(setting: Setting) -> dict[str, Mechanism]:
 
 
 def clients_of(data: Dataset, partition: Partition, setting: Setting, seed: int) -> Clients:
-    """Make clients with equally many examples, which share the test set.
+    """Make clients with equally many training examples, drawn at random or by Dirichlet mixes.
 
-    Clients have all classes equally often, or a mix of their own. As there is one model, its
-    accuracy over all clients' test examples is the accuracy on the full test set.
+    Test examples are dealt at random. All clients share one model, so its accuracy over their test
+    examples is the accuracy on the full test set.
     """
     dealt: dict[str, Any] = {"clients": setting.clients, "size": setting.examples, "seed": seed}
     if partition == "iid":
@@ -112,7 +112,7 @@ def network(data: Dataset) -> Model:
 
 
 def run(partition: Partition, options: Options) -> Result:
-    """Return a row for each mechanism. Each run is stored when it is done."""
+    """Run each mechanism for every seed, and return its row. Each run is stored when it is done."""
     setting = Setting()
     if options.smoke:
         setting = Setting(clients=20, examples=20, cohort=5, rounds=4, every=2, deployed_cohort=100)
@@ -145,7 +145,7 @@ def run_one(
     seed: int,
     options: Options,
 ) -> Result:
-    """Run one seed of a row. The time is None if the run was resumed."""
+    """Run one seed of a row. `seconds` is None if the run was resumed."""
     folder = run_folder(options.out, f"{partition}, {algorithm.name}", setting._asdict(), seed)
     began = time.monotonic()
     result = simulate(

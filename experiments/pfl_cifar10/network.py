@@ -14,7 +14,7 @@ class Pfl(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        """Return logits."""
+        """Return logits [B, K]. Dropout draws only if `train` is true."""
         for features in (32, 64):
             x = nn.relu(nn.Conv(features, (3, 3), padding="VALID")(x))
         x = nn.Dropout(0.25, deterministic=not train)(nn.max_pool(x, (2, 2), (2, 2)))

@@ -71,7 +71,13 @@ ALONE_RATES = (0.03, 0.1, 0.3, 1.0, 2.0, 4.0)
 
 
 def clients_of(setting: Setting, *, validation: bool, every: int = 1) -> Clients:
-    """Make a client for every role, or for one of `every` roles, with few test windows."""
+    """Make a client for every role, with at most `tested` test windows.
+
+    Args:
+        setting: Sizes of the experiment.
+        validation: Whether clients are tested on the end of their training text.
+        every: Step between the roles that become clients.
+    """
     data = shakespeare.load(length=setting.length, least=setting.least, validation=validation)
     owner: Any = data.owner
     train, test = by_owner(owner, data.test_owner)
@@ -91,7 +97,10 @@ def shared(model: Model, setting: Setting, *, rate: float, clip: float, noise: f
 
 
 def fine_tuned(model: Model, setting: Setting, *, rate: float) -> Algorithm:
-    """Build a method that evaluates the server's model after passes over the client's own text."""
+    """Build a method that evaluates the server's model after passes over the client's own text.
+
+    The method is only evaluated, so its noise and clip bound do not matter.
+    """
     local = LocalSGD(optax.sgd(rate), setting.batch_size, setting.fine_tuning)
 
     def personalize(key: Any, server: Any, client: Any, data: Any) -> Any:
@@ -114,7 +123,15 @@ def evaluate(
     servers: Sequence[Tree],
     clients: Clients,
 ) -> list[dict[str, float]]:
-    """Return the metrics of each server's model after fine-tuning at its rate."""
+    """Return the metrics of each server's model after clients fine-tuned it.
+
+    Args:
+        model: The network.
+        setting: Sizes of the experiment.
+        rates: Learning rate of the fine-tuning for each server.
+        servers: Final states of servers.
+        clients: Clients that fine-tune and test.
+    """
     points = Points(
         functools.partial(fine_tuned, model, setting), {"rate": np.asarray(rates, np.float32)}
     )
@@ -130,7 +147,7 @@ def evaluate(
 
 
 def run(options: Options) -> Mapping[str, Any]:
-    """Tune and run each cell, and roles that train alone.
+    """Tune and run each cell and roles that train alone, and return the result.
 
     A smoke run has few rounds of few roles, and two points each.
     """
@@ -169,7 +186,7 @@ def run(options: Options) -> Mapping[str, Any]:
     def all_of(
         name: str, build: Any, columns: Mapping[str, Any], keys: Any, clients: Clients, **given: int
     ) -> list:
-        """Return the results of some points, which run in one program."""
+        """Sweep the points of a builder in one program, and return their results."""
         folders = {"setting": setting._asdict(), "columns": columns, "seeds": seeds, **given}
         folder = run_folder(options.out, name, folders, TUNING_SEED)
         plain: dict[str, Any] = {"devices": jax.devices()[:1], "chunk": 1, "progress": False}
@@ -256,13 +273,13 @@ def run(options: Options) -> Mapping[str, Any]:
 
 
 def in_cells(values: Sequence[Any]) -> dict[str, list[Any]]:
-    """Split values into equal parts, one for each cell."""
+    """Split values into equal parts, one for each of `CELLS` in order."""
     size = len(values) // len(CELLS)
     return {cell: list(values[i * size : (i + 1) * size]) for i, cell in enumerate(CELLS)}
 
 
 def columns_of(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """Return the metrics that a result stores."""
+    """Return the accuracy, its worst tenth and the perplexity of each row, as columns by name."""
     return {
         name: [float(row[name]) for row in rows]
         for name in ("accuracy", "accuracy_worst10", "perplexity")
@@ -270,7 +287,10 @@ def columns_of(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
 
 
 def most_frequent(clients: Clients) -> float:
-    """Return the mean accuracy of always predicting a space, the most frequent character."""
+    """Return the accuracy of always predicting a space, as a mean over roles.
+
+    The space is the most frequent character.
+    """
     space, labels = shakespeare.CHARACTERS.index(" "), np.asarray(clients.labels)
     shares = []
     for rows, size in zip(clients.test, clients.test_size, strict=True):

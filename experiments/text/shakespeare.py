@@ -36,7 +36,7 @@ _ALIKE = str.maketrans({"’": "'", "‘": "'", "“": '"', "”": '"', "—": "
 
 @functools.cache
 def roles() -> Roles:
-    """Return the text of each (play, role) in order. Lines of verse stay lines."""
+    """Return the text of each (play, role): its speeches in order. Lines of verse stay lines."""
     said: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
     for _, play, spoken in plays():
         for role, speech in spoken:
@@ -45,7 +45,7 @@ def roles() -> Roles:
 
 
 def plays() -> list[tuple[str, str, list[tuple[str, str]]]]:
-    """Return the folder of each play, which is its genre, with its name and its `speeches`.
+    """Return each play as a tuple: its folder, which is its genre, its name, and its `speeches`.
 
     Raises:
         ValueError: The package is not installed.
@@ -63,7 +63,7 @@ def plays() -> list[tuple[str, str, list[tuple[str, str]]]]:
 
 
 def speeches(play: str) -> list[tuple[str, str]]:
-    r"""Return roles and their speeches in the order of a play.
+    r"""Return pairs of a role and a speech, in the order of the play's text.
 
     Headings and stage directions are left out.
 
@@ -84,7 +84,7 @@ def speeches(play: str) -> list[tuple[str, str]]:
 
 
 def characters(text: str) -> Tokens:
-    """Return the indices of a text's characters.
+    """Return the index in `CHARACTERS` of each character of a text.
 
     >>> characters("O!").tolist(), characters("~") == characters(" ")
     ([39, 2], array([ True]))
@@ -107,7 +107,7 @@ def words(text: str) -> list[str]:
 def vocabulary(size: int = 1000) -> dict[str, int]:
     """Return the indices, from 1, of the most frequent words of public plays.
 
-    Index 0 stands for all other words.
+    Index 0 stands for all other words, so there are `size` indices.
     """
     counts = collections.Counter(
         word for (play, _), text in roles().items() if play in PUBLIC for word in words(text)

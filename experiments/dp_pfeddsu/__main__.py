@@ -81,7 +81,14 @@ PASSES = (15, 100, 600)
 def result_of(
     bench: Bench, rows: Sequence[Row], classes: Sequence[int], **more: Any
 ) -> dict[str, Any]:
-    """Return settings, references and rows."""
+    """Return a result with the bench's `setting`, `floors` by number of classes, and `rows`.
+
+    Args:
+        bench: Bench that made the rows.
+        rows: Rows of the tables.
+        classes: Numbers of classes for which references run.
+        more: Further entries of the result.
+    """
     floors = {str(number): bench.floors(number) for number in classes}
     return {
         "setting": dataclasses.asdict(bench.setting),
@@ -91,7 +98,7 @@ def result_of(
 
 
 def by_classes(options: Options) -> Result:
-    """Run all methods at epsilon 1, by classes of a client."""
+    """Run all methods at epsilon 1, with two, five and ten classes of a client."""
     bench = Bench(options)
     rows = [
         row
@@ -103,7 +110,7 @@ def by_classes(options: Options) -> Result:
 
 
 def by_epsilon(options: Options) -> Result:
-    """Run all methods with five classes of a client, by epsilon."""
+    """Run all methods with five classes of a client, at the epsilons 0.5, 1 and 2."""
     bench = Bench(options)
     return result_of(bench, bench.at_paper_clip(5), (5,))
 
@@ -213,12 +220,12 @@ def untrained(options: Options) -> Result:
 
 
 def mean(row: Mapping[str, Any]) -> float:
-    """Return the mean accuracy in percent."""
+    """Return the mean over seeds of a row's accuracy, in percent."""
     return 100 * float(np.mean(row["accuracy"]))
 
 
 def found(result: Result, **facts: Any) -> Row:
-    """Return the only row with these facts."""
+    """Return the row whose entries equal `facts`. There must be exactly one."""
     (row,) = (
         row for row in result["rows"] if all(row[name] == value for name, value in facts.items())
     )
@@ -226,7 +233,10 @@ def found(result: Result, **facts: Any) -> Row:
 
 
 def floors(result: Result, columns: Sequence[int]) -> list[list[str]]:
-    """Return lines of chance, local-only and heads alone, a cell for each number of classes."""
+    """Return lines of chance, local-only and heads alone, with a cell for each of `columns`.
+
+    The columns are numbers of classes of a client.
+    """
     lines = [["chance", *(f"{100 / classes:.0f}" for classes in columns)]]
     for name, text in {
         "local-only": "local-only",
@@ -242,7 +252,7 @@ def floors(result: Result, columns: Sequence[int]) -> list[list[str]]:
 
 
 def verdict(result: Result, paper: Sequence[float], rows: Sequence[Row]) -> str:
-    """Return whether the rows reproduce the paper's, and if not, why."""
+    """Return in words whether rows reproduce the paper's accuracies in percent, and if not, why."""
     matched = agreement(paper, [mean(row) for row in rows])
     far, held, total = (float(word) for word in matched.split() if word.replace(".", "").isdigit())
     if far <= 3:
@@ -262,7 +272,7 @@ def verdict(result: Result, paper: Sequence[float], rows: Sequence[Row]) -> str:
 
 
 def text(result: Result) -> list[str]:
-    """Return the text below every table: setting, passes of local-only, seeds and versions."""
+    """Return the paragraphs below every table: setting, passes of local-only, and seeds."""
     own = result["setting"]
     facts = (
         "The data are {data} and the network is {model}. All {clients} clients have {examples} "
@@ -284,12 +294,12 @@ def text(result: Result) -> list[str]:
 
 
 def beside(paper: float, *rows: Row) -> str:
-    """Format the paper's number with measured ones."""
+    """Format the paper's accuracy in percent and those of rows, with slashes between them."""
     return " / ".join([f"{paper:.1f}", *(percent(row["accuracy"]) for row in rows)])
 
 
 def methods_markdown(result: Result, axis: str) -> str:
-    """Return tables II and III, methods by classes or epsilon."""
+    """Return table II, by "classes", or III, by "target" epsilon, with a line for each method."""
     printed: Mapping[Any, Sequence[float]] = PAPER if axis == "classes" else PAPER_EPSILONS
     columns = [value for value in printed if any(row[axis] == value for row in result["rows"])]
     names = {"classes": "s = {:g}", "target": "ε = {:g}"}
@@ -315,7 +325,7 @@ def methods_markdown(result: Result, axis: str) -> str:
 
 
 def parts_markdown(result: Result) -> str:
-    """Return table IV."""
+    """Return table IV, whose columns are the parts of the method, with references and verdicts."""
     names, lines, told = ("none", "RT", "RT + DAN"), [], []
     for classes, paper in PAPER_PARTS.items():
         rows = {}
@@ -349,7 +359,7 @@ def floor_lines(result: Result, classes: Sequence[int]) -> list[list[str]]:
 
 
 def number_markdown(table: str, result: Result) -> str:
-    """Return one of the tables V to VII."""
+    """Return one of the tables V to VII, a key of `SWEPT`, with references and verdicts."""
     name, values, paper = SWEPT[table]
     rows = {method: [row for row in result["rows"] if row["method"] == method] for method in BOTH}
     values = values[: len(rows[PRINTED])]
@@ -438,7 +448,7 @@ def clip_markdown(result: Result) -> str:
 
 
 def head_markdown(result: Result) -> str:
-    """Return the table of tuned rows."""
+    """Return the table of methods tuned at epsilon 8 and without noise."""
     lines = [[name, *[cell, ""] * 2] for name, cell in floors(result, (5,))]
     for method in (*METHODS, WHOLE):
         rows = [found(result, method=method, target=epsilon) for epsilon in (8.0, math.inf)]
@@ -477,7 +487,7 @@ def untrained_markdown(result: Result) -> str:
 
 
 def explained(result: Result) -> str:
-    """Compare the best heads on random features with the published accuracies."""
+    """Return the verdict that compares heads on random features with published accuracies."""
     gaps = {}
     for classes in BY_EPSILON:
         best = max(mean(row) for row in result["rows"] if row["classes"] == classes)

@@ -133,7 +133,7 @@ class Bench:
 
     @functools.cache  # noqa: B019
     def noise(self, epsilon: float) -> float:
-        """Return the least noise multiplier for an epsilon over all rounds."""
+        """Return the least noise multiplier for an epsilon over all rounds, and 0 for infinity."""
         run: dict[str, Any] = {
             "clients": self.setting.clients,
             "rounds": self.setting.rounds,
@@ -142,9 +142,12 @@ class Bench:
         return 0.0 if math.isinf(epsilon) else calibrate(epsilon, delta=self.setting.delta, **run)
 
     def local(self, epochs: int, rate: Any = None, *, head: bool = False) -> LocalSGD:
-        """Return passes with the paper's learning rate, or another one.
+        """Return training for some passes. A head has larger batches and no weight decay.
 
-        A head has larger batches and no weight decay.
+        Args:
+            epochs: Number of passes.
+            rate: Learning rate. None takes the paper's.
+            head: Whether only the head trains.
         """
         own = self.setting
         sgd = optax.sgd(own.learning_rate if rate is None else rate, momentum=own.momentum)
@@ -170,7 +173,7 @@ class Bench:
                 paper's number.
             sparse_layers: Number of sparse layers. None takes that of the setting.
             numbers: `noise_multiplier`, `clip`, and for DP-pFedDSU `penalty_weight` and `density`.
-                They may be swept.
+                A sweep may vary them.
         """
         own, model = self.setting, self.model
         passes = own.head_epochs if head_epochs is None else head_epochs
@@ -216,6 +219,10 @@ class Bench:
                 multiplier.
             tuning: Whether to run only the tuning seed, tested on held-out training examples.
             fixed: Other arguments of `build`.
+
+        Returns:
+            Rows with `facts_of`, `method`, `classes`, the point's numbers, its epsilon as `target`,
+            and `train_loss` and `update_norm` by seed and round.
         """
         own = self.setting
         columns = {name: list(column) for name, column in points.items() if name != "epsilon"}
@@ -262,13 +269,13 @@ class Bench:
         ]
 
     def floors(self, classes: int) -> dict[str, Row]:
-        """Return local-only at its own optimum, and heads on an untrained extractor."""
+        """Return the references: `local-only`, and `head alone`, on an untrained extractor."""
         (head,) = self.rows("head alone", classes, {"epsilon": [math.inf]})
         return {"local-only": self.alone(classes), "head alone": head}
 
     @functools.cache  # noqa: B019
     def features(self, seed: int) -> np.ndarray:
-        """Compute the features of all pictures by the untrained extractor of this seed."""
+        """Compute the untrained extractor's features of all pictures in the store of `clients`."""
         model = self.model
         init_key = jax.random.split(jax.random.key(seed), 3)[0]
         weights = model.init(init_key)
@@ -328,7 +335,17 @@ class Bench:
         heads: Sequence[int],
         clips: Sequence[float],
     ) -> list[Row]:
-        """Return a row for each epsilon, at the best head passes and clip bound when held out."""
+        """Return a row for each epsilon, at the head passes and clip bound that tuning chooses.
+
+        The choice is the best pair on held-out examples, for the tuning seed.
+
+        Args:
+            method: Name of the method in the tables.
+            classes: Number of classes of each client.
+            epsilons: Target epsilons.
+            heads: Numbers of head passes to try.
+            clips: Clip bounds to try.
+        """
         targets, bounds = zip(*itertools.product(epsilons, clips), strict=True)
         columns = {"epsilon": targets, "clip": bounds}
         tried = [

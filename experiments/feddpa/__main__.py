@@ -69,7 +69,9 @@ class Setting(NamedTuple):
     clip: float = 0.5
     epsilon: float = 1.0
     claimed_delta: float = 0.1
+    """Delta of the published rule."""
     delta: float = 1e-5
+    """Delta of honest epsilons."""
 
     @property
     def rule(self) -> dict[str, Any]:
@@ -101,13 +103,13 @@ class Bench:
         return hold_out(self.clients(seed), 0.2, seed=seed)
 
     def passes(self, epochs: int, rate: Any) -> LocalSGD:
-        """Return training by Adam, with a new state in every round."""
+        """Return training by Adam for some epochs, with a new state of Adam in every round."""
         return LocalSGD(optax.adam(rate), self.setting.batch_size, epochs)
 
     def build(self, method: str, noise_multiplier: Any, clip: Any, rate: Any) -> Algorithm:
-        """Build a method that is tested after one more local update from the global model.
+        """Build "FedDPA" or "DP-FedAvg", tested after one more local update from the global model.
 
-        Nothing of that update is sent.
+        Nothing of this update is sent.
         """
         own, private = self.setting, {"sampling": Full(), "delta": self.setting.delta}
         stage, whole = self.passes(own.epochs, rate), self.passes(2 * own.epochs, rate)
@@ -131,7 +133,17 @@ class Bench:
     def rows(
         self, method: str, names: Sequence[str], points: Mapping[str, Sequence[float]]
     ) -> list[dict[str, Any]]:
-        """Return a row for each point, with accuracies before and after a local update."""
+        """Return a row for each point, with accuracies before and after the last local update.
+
+        Args:
+            method: "FedDPA" or "DP-FedAvg".
+            names: Name of each row.
+            points: Columns of numbers by argument of `build`.
+
+        Returns:
+            Rows with `method`, the point's numbers, and the epsilons of `bounds` and the statement.
+            The lists `before` and `after` have a number for each seed.
+        """
         own, build = self.setting, functools.partial(self.build, method)
         run: dict[str, Any] = self.run | {"seeds": self.options.seeds}
         results = sweep_each(method, build, points, self.clients, **run)
@@ -166,7 +178,7 @@ class Bench:
 
     @property
     def run(self) -> dict[str, Any]:
-        """Return the arguments with which methods run."""
+        """Return the arguments of `sweep_each` that all runs share, except for the seeds."""
         own = self.setting
         facts: dict[str, Any] = {
             "rounds": own.rounds,
@@ -177,7 +189,7 @@ class Bench:
         return facts | {"config": own._asdict()}
 
     def tuned(self, method: str, noise_multiplier: float) -> dict[str, Any]:
-        """Return a row of the clip bound and rate that are best on held-out examples."""
+        """Return a method's row at the clip bound and rate that are best on held-out examples."""
         points = spread(POINTS, **RANGES)
         points = {
             name: column[: 2 if self.options.smoke else None] for name, column in points.items()
@@ -199,7 +211,11 @@ class Bench:
         return row | {"points": points, "validation": scores, "chosen": starred(chosen, points)}
 
     def floors(self) -> dict[str, dict[str, Any]]:
-        """Return an update of the untrained network, and local-only at its own optimum."""
+        """Return the references by name: `untrained` and `local-only`.
+
+        The first is tested after a local update of the untrained network. The second trains at the
+        rate and for the passes that are best on held-out examples.
+        """
         untrained, own = [], self.setting
         points = {"noise_multiplier": [0.0], "clip": [NO_CLIP], "rate": [own.learning_rate]}
         build = functools.partial(self.build, "DP-FedAvg")
@@ -226,7 +242,9 @@ class Bench:
 def bounds(noise_multiplier: float, setting: Setting) -> dict[str, Any]:
     """Return a noise multiplier's epsilons for clients by PLD, and the rule's claim.
 
-    The epsilons are for our delta and for the claimed one.
+    `honest` and `same_delta` are zero-out for an observer of sums, at `delta` and at
+    `claimed_delta`. `replace_one` is for an observer of sums, and `upload` for one of uploads, both
+    at `delta`. Without noise all are infinite, and `replace_one` is missing.
     """
     if noise_multiplier == 0:
         return {"honest": math.inf, "same_delta": math.inf, "upload": math.inf, "claim": math.inf}
@@ -248,7 +266,7 @@ def bounds(noise_multiplier: float, setting: Setting) -> dict[str, Any]:
 
 
 def needed(setting: Setting, delta: float) -> float:
-    """Return the noise multiplier that the claimed epsilon needs."""
+    """Return the noise multiplier that keeps the claimed epsilon at `delta`, by the accountant."""
     run: dict[str, Any] = {"clients": setting.clients, "rounds": setting.rounds, "sampling": Full()}
     return calibrate(setting.epsilon, delta=delta, **run)
 
@@ -302,7 +320,7 @@ def noise_markdown(result: Result) -> str:
 
 
 def reference(options: Options) -> Result:
-    """Run published noise, honest noise and no noise, and the references."""
+    """Run FedDPA and DP-FedAvg with published, honest and no noise, and the references."""
     setting = Setting()
     if options.smoke:
         setting = setting._replace(data="digits", examples=400, rounds=2, epochs=1, alone=2)

@@ -51,7 +51,9 @@ class Setting(NamedTuple):
     examples: int
     """Number of training examples of each client."""
     validation: int
+    """Number of validation examples of each client."""
     cohort: int
+    """Expected number of participants in a round."""
     batch_size: int
     steps: int
     rounds: int
@@ -90,7 +92,7 @@ class Cell(NamedTuple):
 
 
 def cells(task: str, model: Model, setting: Setting) -> dict[str, Cell]:
-    """Return both mechanisms at every epsilon, and two upper references without noise."""
+    """Return a task's lines by name: both mechanisms at each epsilon, and two without noise."""
     found: dict[str, Cell] = {}
     fixed = grid(rate=setting.rates, clip=setting.clips)
     numbers: dict[str, Any] = {
@@ -148,7 +150,8 @@ def cells(task: str, model: Model, setting: Setting) -> dict[str, Cell]:
 def clients_of(data: Dataset, setting: Setting, seed: int, *, held_out: bool) -> Clients:
     """Make clients with equally many random examples.
 
-    Clients are tested on held-out examples of their own, or on test examples.
+    With `held_out` clients are tested on their validation examples. Otherwise they are tested on
+    test examples, which are dealt at random.
     """
     rows, test = (
         iid(labels, setting.clients, seed=seed) for labels in (data.train_labels, data.test_labels)
@@ -158,7 +161,7 @@ def clients_of(data: Dataset, setting: Setting, seed: int, *, held_out: bool) ->
 
 
 def run(task: str, options: Options) -> Result:
-    """Tune and run each line of a task.
+    """Tune and run each line of a task, "noise" or "clip".
 
     References without noise, and clients that train alone, run for the first seed only.
     """
@@ -181,7 +184,10 @@ def run(task: str, options: Options) -> Result:
         rounds: int,
         every: int,
     ) -> dict[str, Any]:
-        """Choose the best point and round on validation examples, and run them for the seeds."""
+        """Choose the point and round that score best on validation examples, and run them.
+
+        The result is a row with the choice, and with accuracies for `seeds`.
+        """
         config = {**facts, "points": method.points}
         train: dict[str, Any] = {
             "eval_every": every,
@@ -246,7 +252,7 @@ def run(task: str, options: Options) -> Result:
 
 
 def told(noise: Plan) -> dict[str, Any]:
-    """Return the facts of a plan that a result stores."""
+    """Return what a result stores of a plan: bands, sampling, noise and its error."""
     return {
         "kind": noise.kind,
         "bands": getattr(noise.mechanism, "bands", 1),
@@ -258,6 +264,7 @@ def told(noise: Plan) -> dict[str, Any]:
 
 
 PAIRS = {"noise": ("banded noise", "independent noise"), "clip": ("adaptive clip", "fixed clip")}
+"""Mechanisms of each task. The first one is compared with the second one."""
 
 
 def markdown(result: Result) -> str:
@@ -275,7 +282,7 @@ def markdown(result: Result) -> str:
 
 
 def table(result: Result) -> str:
-    """Return the table of a task."""
+    """Return the table with the tuned row of each line, and chance."""
     lines = []
     for name, row in result["rows"].items():
         noise = (
@@ -313,7 +320,7 @@ HEADER = (
 
 
 def differences(result: Result) -> str:
-    """Return the differences of the two mechanisms by seed."""
+    """Return a table of the first mechanism's accuracy minus the second's, by epsilon and seed."""
     (better, other), rows, lines = PAIRS[result["study"]], result["rows"], []
     for epsilon in EPSILONS:
         one, two = (rows[f"{name}, ε {epsilon:g}"] for name in (better, other))

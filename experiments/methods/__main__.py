@@ -58,6 +58,7 @@ class Setting(NamedTuple):
     examples: int
     """Number of training examples of each client."""
     validation: int
+    """Number of validation examples of each client."""
     test: int
     """Number of test examples of each client. The shared task draws them from the full test set."""
     hidden: tuple[int, ...]
@@ -84,7 +85,7 @@ TUNING_SEED = 100
 
 
 def personal_methods(model: Model, setting: Setting) -> dict[str, Candidate]:
-    """Return methods with personal models, and local training and FedAvg, which have one kind."""
+    """Return methods with personal models, and local-only and FedAvg as references, by name."""
     sampling, size, epochs = FixedSize(setting.cohort), setting.batch_size, setting.epochs
     shared = {"sampling": sampling}
 
@@ -146,7 +147,7 @@ def personal_methods(model: Model, setting: Setting) -> dict[str, Candidate]:
 
 
 def shared_methods(model: Model, setting: Setting) -> dict[str, Candidate]:
-    """Return methods for one shared model."""
+    """Return methods for one shared model, and local-only as a reference, by name."""
     sampling, size, epochs = FixedSize(setting.cohort), setting.batch_size, setting.epochs
 
     def averaged(rate: float, optimizer: optax.GradientTransformation) -> Algorithm:
@@ -180,13 +181,14 @@ def shared_methods(model: Model, setting: Setting) -> dict[str, Candidate]:
 
 
 METHODS = {"personal": personal_methods, "shared": shared_methods}
+"""Function of each task that returns its methods."""
 
 
 def clients_of(data: Dataset, task: str, setting: Setting, seed: int, *, held_out: bool) -> Clients:
     """Make clients of a few classes each.
 
-    Clients are tested on held-out examples of their training splits, or on test examples. Test
-    examples are of the client's own classes in the personal task, and of all in the shared task.
+    With `held_out` clients are tested on their validation examples. Otherwise test examples are of
+    the client's own classes in the personal task, and of all classes in the shared task.
     """
     generator = np.random.default_rng(seed)
     train, test = classes_per_client(
@@ -200,20 +202,21 @@ def clients_of(data: Dataset, task: str, setting: Setting, seed: int, *, held_ou
 
 
 def score(task: str, rows: Sequence[Mapping[str, float]]) -> list[float]:
-    """Return the scores by which a point is chosen.
+    """Return a list of the one score by which a point is chosen, from the rows of its metrics.
 
-    The score is the final accuracy, or in the shared task, in which speed counts, the mean over
-    the curve.
+    The score is the final accuracy. In the shared task it is the mean accuracy over the evaluated
+    rounds, because speed counts.
     """
     values = [row[METRIC[task]] for row in rows]
     return [float(np.mean(values))] if task == "shared" else values[-1:]
 
 
 METRIC = {"personal": "accuracy", "shared": "accuracy_examples"}
+"""Metric of each task: a mean over clients, or over all test examples."""
 
 
 def run(task: str, options: Options) -> Result:
-    """Tune and run each method of a task."""
+    """Tune and run each method of a task, "personal" or "shared"."""
     setting = SETTINGS[task]
     if options.smoke:
         setting = setting._replace(
@@ -291,7 +294,7 @@ def markdown(result: Result) -> str:
 
 
 def table(result: Result) -> str:
-    """Return the table of a task's methods."""
+    """Return the table with a line for each method, and one for constant predictions."""
     target = result["setting"]["target"]
     head = [
         "method",

@@ -34,6 +34,7 @@ PANELS = ((1, 5), (1, 20), (2, 20), (3, 20), (4, 20), (5, 20))
 FIGURES = {1: 2, 2: 4, 3: 6, 4: 8}
 """Figure of each scenario without privacy."""
 PRIVATE_FIGURES = {1: 3, 5: 3, 2: 5, 3: 7, 4: 9}
+"""Figure of each scenario with privacy."""
 HONEST_LEVELS, CLIPS = (8.0, 32.0, 128.0, math.inf), (0.03, 0.1, 0.3, 1.0, 3.0)
 TUNING = 100
 """Seed of tuning runs. Results have other seeds."""
@@ -51,15 +52,17 @@ def losses(
     classes: int | None = 5,
     tuning: bool = False,
 ) -> tuple[list[list[float]], list[dict[str, Any]]]:
-    """Return the test loss by point and seed, and the privacy statements, from one program.
+    """Return the test loss by point and seed, and each point's privacy statement.
+
+    All points of a seed run in one program.
 
     Args:
         scenario: Key of `SCENARIOS`.
         way: Way to weight the clients, see `Scenario.best`.
         setting: Other settings.
-        points: Columns of numbers. `copy` is an index into `densities`. `epsilon` is that of the
-            published noise. Otherwise `noise` is the multiplier of the server's noise on updates,
-            and `clip` their bound.
+        points: Columns of numbers. `copy` is an index into `densities`. With `epsilon`, the noise
+            is the published one. Otherwise `noise` is the multiplier of the server's noise on
+            updates, and `clip` their bound.
         options: Seeds and folder.
         densities: Densities of the severe noise.
         classes: Number of classes of a client. None stands for identical distributions.
@@ -107,7 +110,10 @@ def losses(
 
 
 def region(options: Options) -> Result:
-    """Measure the best way at stronger levels, and equal factors at the weaker level."""
+    """Measure the loss of the best way at each level, and of equal factors at the weaker level.
+
+    The noise is the published one.
+    """
     found = []
     for scenario, rounds in PANELS[:1] if options.smoke else PANELS:
         setting, how = Setting(rounds=rounds), partial(losses, scenario)
@@ -134,7 +140,7 @@ def region(options: Options) -> Result:
 
 
 def orderings(options: Options) -> Result:
-    """Measure the ways that the paper names, without noise and without a clip bound."""
+    """Measure the loss of the ways that the paper names, without noise and without a clip bound."""
     found = []
     for scenario in FIGURES:
         own = SCENARIOS[scenario]
@@ -165,7 +171,10 @@ def orderings(options: Options) -> Result:
 
 
 def honest(options: Options) -> Result:
-    """Measure both ways with honest noise, each at its own best clip bound."""
+    """Measure the loss of the best way and of equal factors with honest noise.
+
+    Each cell has the clip bound that is best on examples that no client has.
+    """
     setting, rows = Setting().sized(smoke=options.smoke), []
     for scenario in (1,) if options.smoke else FIGURES:
         own = SCENARIOS[scenario]
@@ -200,7 +209,13 @@ def honest(options: Options) -> Result:
 
 
 def honest_noise(setting: Setting, factors: np.ndarray, epsilon: float) -> float:
-    """Return the noise multiplier for an epsilon of the most exposed client after all rounds."""
+    """Return the noise multiplier that keeps the most exposed client's epsilon over all rounds.
+
+    Args:
+        setting: Settings of the study.
+        factors: Impact factors, see `impacts`.
+        epsilon: Epsilon against an observer of sums. Infinity gives 0.
+    """
     run: dict[str, Any] = {
         "rounds": setting.rounds,
         "clip": 1.0,
@@ -211,7 +226,7 @@ def honest_noise(setting: Setting, factors: np.ndarray, epsilon: float) -> float
 
 
 def densities_of(scenario: int, densities: Sequence[float]) -> Sequence[float]:
-    """Return the severe densities of a scenario. The third scenario has no noise."""
+    """Return the given severe densities, or only 0 for the third scenario, which has no noise."""
     return densities if any(SCENARIOS[scenario].densities) else (0.0,)
 
 
@@ -229,18 +244,18 @@ def panels(result: Result) -> list[tuple[int, int]]:
 
 
 def cells_of(result: Result, panel: tuple[int, int]) -> list[Mapping[str, Any]]:
-    """Return the cells of a panel by density."""
+    """Return the cells of a panel, (scenario, number of rounds), in the order of their density."""
     return [cell for cell in result["cells"] if (cell["scenario"], cell["rounds"]) == panel]
 
 
 def mean_and_spread(values: Sequence[float] | np.ndarray) -> str:
-    """Format mean ± standard deviation of a difference."""
+    """Format a difference as its signed mean ± standard deviation over seeds."""
     spread = f" ± {np.std(values, ddof=1):.2f}" if len(values) > 1 else ""
     return f"{np.mean(values):+.2f}{spread}"
 
 
 def region_text(result: Result) -> str:
-    """Return a table with a line for each panel and density.
+    """Return the picture, the verdict, and a table with a line for each panel and density.
 
     A difference is bold if the ordering holds in every seed.
     """
@@ -300,7 +315,10 @@ def region_text(result: Result) -> str:
 
 
 def draw_region(result: Result, path: pathlib.Path) -> None:
-    """Draw the mean difference by level and density, with a panel for each scenario and T."""
+    """Draw the mean difference by level and density into a PNG file.
+
+    Each scenario and number of rounds has a panel, if it has several densities.
+    """
     shown = [panel for panel in panels(result) if len(cells_of(result, panel)) > 1]
     scale = SymLogNorm(0.1, vmin=-2, vmax=2)
     with plots.style():
@@ -344,7 +362,7 @@ def draw_region(result: Result, path: pathlib.Path) -> None:
 def orderings_text(result: Result) -> str:
     """Return a table with a line for each scenario, population and density.
 
-    It says whether the paper's best way is better than the other.
+    A line says in how many seeds the paper's best way has a lower loss than another.
     """
     lines = []
     for cell in result["cells"]:
@@ -435,7 +453,7 @@ def honest_text(result: Result) -> str:
 
 
 def loss_of(row: Mapping[str, Any]) -> str:
-    """Format mean ± standard deviation of a row's loss."""
+    """Format a row's loss as its mean ± standard deviation over seeds."""
     return mean_and_spread(row["loss"]).lstrip("+")
 
 

@@ -15,7 +15,7 @@ from jaxfl.types import Algorithm, ClientData, Clients, Number, Tree
 
 
 class Scenario(NamedTuple):
-    """Three parts of clients, and the ways to weight them that the paper names."""
+    """Three parts of the clients, how their data differ, and ways to weight them."""
 
     best: str
     """Best way to weight clients. "0-1-2" stands for the factors 0, p and 2p of the three parts.
@@ -23,6 +23,7 @@ class Scenario(NamedTuple):
     A ">" separates the halves of the run.
     """
     others: tuple[str, ...] = ("1-1-1",)
+    """Ways that the paper compares with the best one."""
     shares: tuple[float, float, float] = (1 / 3, 1 / 3, 1 / 3)
     """Share of the clients in each part."""
     sizes: tuple[float, float, float] = (1, 1, 1)
@@ -59,7 +60,9 @@ class Setting(NamedTuple):
     clip: float = 5.0
     """Clip bound of weights, whose norm is about 3.3 at first."""
     claimed_delta: float = 0.01
+    """Delta of runs with published noise."""
     delta: float = 1e-5
+    """Delta of runs with honest noise."""
 
     def sized(self, *, smoke: bool) -> "Setting":
         """Return these settings, or small ones for a smoke run."""
@@ -70,20 +73,23 @@ class Setting(NamedTuple):
         )
 
     def local(self, scenario: Scenario) -> LocalSGD:
-        """Return the training of a client in a round."""
+        """Return a client's training in a round. Full batches have the largest client's size."""
         batch = max(sizes(scenario, self)) if self.full_batch else 10
         return LocalSGD(optax.sgd(self.learning_rate), batch, self.epochs)
 
 
 def sizes(scenario: Scenario, setting: Setting) -> list[int]:
-    """Return the number of examples of every client."""
+    """Return the number of training examples of each client, at least 1."""
     return [
         max(1, round(setting.examples * scenario.sizes[part])) for part in _parts(scenario, setting)
     ]
 
 
 def impacts(scenario: Scenario, setting: Setting, way: str) -> np.ndarray:
-    """Return the impact factors `[C]`, or `[T, C]` if the way has two halves."""
+    """Return the impact factors `[C]`, or `[T, C]` if the way has two halves.
+
+    The factors of a round sum to 1.
+    """
     parts = _parts(scenario, setting)
     halves = [
         np.array([float(factor) for factor in half.split("-")])[parts] for half in way.split(">")
@@ -105,8 +111,19 @@ def split(
 ) -> Clients:
     """Make clients with a copy of their examples for each severe density and each half of the run.
 
+    A client's rows have the copies one after the other, by density and then by half. A scenario
+    whose data do not change has one copy for each density.
+
     Test examples are dealt at random, so that the mean over clients is the mean over the test set.
-    With `held_out`, they are 5,000 training examples that no client has.
+
+    Args:
+        scenario: Parts of the clients.
+        setting: Settings of the study.
+        data: Examples of all clients.
+        densities: Severe densities of salt-and-pepper noise.
+        classes: Number of classes of a client. None stands for identical distributions.
+        seed: Seed of the partition and of the noise.
+        held_out: Whether the test examples are 5,000 training examples that no client has.
     """
     generator, count = np.random.default_rng(seed), setting.clients
     if classes is None:
@@ -149,9 +166,16 @@ def split(
 def on_copy(
     method: Algorithm, scenario: Scenario, setting: Setting, index: Number, densities: int
 ) -> Algorithm:
-    """Return the method on one density's copy of the examples.
+    """Return the method, trained on one density's copy of the examples (see `split`).
 
     If data change during the run, the second half of the rounds uses the second copy.
+
+    Args:
+        method: The method.
+        scenario: Scenario of the clients.
+        setting: Settings of the study.
+        index: Index of the density, which a sweep may vary.
+        densities: Number of densities.
     """
     halves, at = (1, setting.rounds) if scenario.later is None else (2, setting.rounds // 2)
 
@@ -164,6 +188,6 @@ def on_copy(
 
 
 def _parts(scenario: Scenario, setting: Setting) -> np.ndarray:
-    """Return the part of every client."""
+    """Return the part of each client: 0, 1 or 2."""
     ends = np.rint(np.cumsum(scenario.shares) * setting.clients).astype(int)
     return np.repeat(np.arange(3), np.diff(ends, prepend=0))

@@ -73,6 +73,7 @@ METHODS: dict[str, Callable[..., Algorithm]] = {
     "dp_pfeddsu": dp_pfeddsu,
     "centaur": centaur,
 }
+"""Methods that `correct` compares with a CPU."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,17 +81,18 @@ class Config:
     """Options of the measurements."""
 
     minutes: float = 8.0
-    """Time after which no part continues."""
+    """Minutes after which no part continues."""
     tiny: bool = False
+    """Whether sizes are those of a trial on a CPU."""
     only: tuple[str, ...] = ()
-    """Texts, of which the name of a part contains one. Empty stands for all parts."""
+    """Texts. Parts run if their names contain one of these. Empty stands for all parts."""
     at_once: int | None = None
     """Number of parts that have a process at the same time. None stands for half of the cores."""
     out: pathlib.Path = OUT
 
 
 def main(config: Config) -> int:
-    """Run the parts, write each result, and return 1 if a part failed."""
+    """Run the parts, and write each result. Return 1 if a part failed or did not run, or else 0."""
     chosen = _chosen(config)
     # Timings of a tiny run do not matter, so that every core can have a part.
     at_once = config.at_once or (cores() if config.tiny else max(1, cores() // 2))
@@ -126,7 +128,11 @@ def main(config: Config) -> int:
 
 
 def _chosen(config: Config) -> dict[str, Part]:
-    """Return the parts that the options choose."""
+    """Return the parts that the options choose, by name.
+
+    Raises:
+        ValueError: A number is too small, or a text of `only` is in no name.
+    """
     if not config.minutes > 0:
         raise ValueError(f"minutes must be above 0, got {config.minutes}. Give for instance 8.")
     if config.at_once is not None and config.at_once < 1:
@@ -146,7 +152,11 @@ def _chosen(config: Config) -> dict[str, Part]:
 
 @contextlib.contextmanager
 def _only_run() -> Iterator[None]:
-    """Let one run of a user measure at a time."""
+    """Hold a lock, so that only one run of a user measures at a time.
+
+    Raises:
+        SystemExit: Another run holds the lock.
+    """
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "accelerator.lock", "ab") as file:
@@ -176,11 +186,16 @@ COLUMNS = (
     "temporary_mb",
     "compile_s",
 )
-"""Columns of a speed, besides its part and clients per second."""
+"""Columns of a speed, in addition to its part and clients per second."""
 
 
 def report(parts: dict[str, Found], *, tiny: bool = False) -> dict[str, Any]:
-    """Return the file's contents: a table of all speeds, a headline, and what every part found."""
+    """Return the file's contents: a headline, a table of all speeds, and the values of each part.
+
+    Args:
+        parts: Values of each part that has ended, by name.
+        tiny: Whether this is a trial.
+    """
     device = {key: value for key, value in parts.get("device", {}).items() if key != "part_s"}
     peak = device.get("tflop_per_s")
     rows = []
@@ -209,7 +224,11 @@ def report(parts: dict[str, Found], *, tiny: bool = False) -> dict[str, Any]:
 
 
 def parts(tiny: bool) -> dict[str, Part]:
-    """Return all parts, the most useful first."""
+    """Return all parts by name, the most useful first.
+
+    Args:
+        tiny: Whether sizes are those of a trial on a CPU.
+    """
     few, clients, small = (_TINY, _TINY, _TINY) if tiny else (512, 2048, 256)
 
     def of(name: Name, chunk: int, form: Form | None = None, precision: Any = None) -> Part:
@@ -264,13 +283,19 @@ def parts(tiny: bool) -> dict[str, Part]:
 
 
 def _other_forms(of: Callable[..., Part], name: Name, forms: Sequence[Form]) -> dict[str, Part]:
-    """Return parts that decide on the chunk and the form of a network. `of` makes a part."""
+    """Return parts that measure a network at a chunk of 128, in its default form and other ones.
+
+    Args:
+        of: Function from name, chunk and form to a part.
+        name: Name of the workload.
+        forms: Other forms of convolutions.
+    """
     found = {f"{name}, chunk 128": of(name, 128)}
     return found | {f"{name}, {form}, chunk 128": of(name, 128, form) for form in forms}
 
 
 def device() -> dict[str, Any]:
-    """Describe the device, and measure the rates of a matrix product and of a copy."""
+    """Return facts of the device, and its rates in a matrix product and in a copy."""
     here = place(clients_of(*examples_of(_lenet(1))), jax.devices()[:1])
     memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     with turn("measure"):
@@ -292,7 +317,7 @@ def _peaks(population: Population) -> dict[str, float]:
 
 
 def evaluation(clients: int) -> dict[str, Any]:
-    """Run one evaluation, with up to 128 clients at a time."""
+    """Run one evaluation, with up to 128 clients at a time, and return whether it is finite."""
     work = _lenet(clients)
     where, algorithm, key = (
         place(clients_of(*examples_of(work), tests=32)),
@@ -307,7 +332,7 @@ def evaluation(clients: int) -> dict[str, Any]:
 
 
 def correct() -> dict[str, Any]:
-    """Return the largest relative difference to a CPU's shared model after 2 rounds.
+    """Return each method's largest relative difference to a CPU's shared model after 2 rounds.
 
     Both run at full precision. The difference is divided by the model's largest number.
     """
@@ -358,7 +383,7 @@ def kernels() -> dict[str, Any]:
 
 
 def _lenet(clients: int) -> Workload:
-    """Return 10 steps of 32 examples for `clients` clients, each of which has one batch."""
+    """Return a workload of LeNet: 10 steps on one batch of 32 examples for each client."""
     return dataclasses.replace(WORKLOADS["lenet"], clients=clients, examples=32)
 
 
@@ -377,7 +402,15 @@ def _of(name: Name, clients: int) -> Workload:
 def speed(
     name: Name, form: Form | None, chunk: int, precision: Any, clients: int
 ) -> dict[str, Any]:
-    """Measure a workload's round: clients, operations of the model and bytes per second."""
+    """Measure a workload's round: clients, operations of the model and bytes per second.
+
+    Args:
+        name: Name of the workload.
+        form: Form of convolutions. None takes the device's default.
+        chunk: Number of clients vectorised at a time.
+        precision: Precision of the model's products. None keeps the default.
+        clients: Number of clients.
+    """
     work = _of(name, clients)
     model = model_of(work, form)
     model = model if precision is None else with_precision(model, precision)
@@ -408,16 +441,16 @@ def _measured(work: Workload, algorithm: Algorithm, chunk: int) -> dict[str, Any
 
 
 def ten_steps(clients: int, chunk: int) -> dict[str, Any]:
-    """Measure LeNet with 10 steps of 32 examples for every client."""
+    """Measure LeNet with 10 steps of 32 examples for every client, and the seconds of a round."""
     work = _lenet(clients)
     found = _measured(work, algorithm_of(work), chunk)
     return {"seconds": clients / found["clients_per_s"]} | found
 
 
 def pfl_cifar10(rounds: int, clients: int) -> dict[str, Any]:
-    """Measure the full run of pfl-research's benchmark with a Flax module, without privacy.
+    """Measure the seconds of pfl-research's benchmark with a Flax module, without privacy.
 
-    The time includes compilation and evaluations.
+    They include compilation and evaluations.
     """
     work, sampling = (
         dataclasses.replace(WORKLOADS["pfl_cnn"], clients=clients),
@@ -434,7 +467,7 @@ def pfl_cifar10(rounds: int, clients: int) -> dict[str, Any]:
 
 
 def population(number: int) -> dict[str, Any]:
-    """Measure a round with 1,000 of many clients, whose states are on the device."""
+    """Measure a round with about 1,000 of `number` clients, whose states are on the device."""
     model, sampling = mlp((8, 8, 1), hidden=(200, 64)), Poisson(min(1.0, 1000 / number))
     algorithm = centaur(model, sampling=sampling, clip=1.0, noise_multiplier=1.0)
     where = place(make(number, 20))
@@ -446,7 +479,7 @@ def population(number: int) -> dict[str, Any]:
 
 
 def out_of_memory(chunk: int) -> dict[str, Any]:
-    """Return the chunk that remains after a chunk that is too large was halved."""
+    """Return the requested chunk, and the chunk that fits after halving it."""
     work = _lenet(chunk)
     # The default form needs too little memory.
     algorithm = algorithm_of(work, model=model_of(work, "im2col"))
@@ -459,7 +492,9 @@ def out_of_memory(chunk: int) -> dict[str, Any]:
 
 
 def torch_speed(name: Name, looped: int, clients: int, chunk: int) -> Found:
-    """Measure PyTorch on the same device.
+    """Measure PyTorch on the same device: clients per second of a loop and of `torch.func.vmap`.
+
+    The result says why if PyTorch is missing or has no accelerator.
 
     Args:
         name: Name of the workload.
@@ -504,7 +539,7 @@ def torch_speed(name: Name, looped: int, clients: int, chunk: int) -> Found:
 
 
 def profile(name: Name, clients: int, chunk: int) -> dict[str, Any]:
-    """Return the percentages of the device's time that the longest kernels of a round take."""
+    """Return the milliseconds of a round's kernels on a GPU, and the percentages of the longest."""
     work = _of(name, clients)
     where = place(clients_of(*examples_of(work)), jax.devices()[:1])
     with turn("compile"):

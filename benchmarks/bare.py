@@ -79,7 +79,7 @@ def bare_round(
 def sum_over_clients(
     client_fn: Callable[..., Tree], population: Population, specs: tuple[P, ...], chunk: int
 ) -> Callable[..., Tree]:
-    """Return a program that sums a function over all clients, in a loop like the engine's.
+    """Return a program that sums `client_fn` over all clients, in a loop like the engine's.
 
     Args:
         client_fn: Function of `(slot, *arguments)`. `slot` counts the clients of its device.
@@ -114,6 +114,13 @@ def fisher_cost(
     """Return the median time of the exact Fisher diagonal, relative to plain gradients.
 
     Both take turns on the same batches. On a CPU it is processor time.
+
+    Args:
+        model: The network.
+        inputs: Images `[N, H, W, channels]` of one client.
+        labels: Labels `[N]`.
+        batch_size: Number of examples of a batch. A partial last batch is left out.
+        repeats: A third of the number of turns.
     """
     batches = len(labels) // batch_size
     x = jax.vmap(model.prepare)(

@@ -39,7 +39,7 @@ class Config:
 
 
 def main(config: Config) -> None:
-    """Time all rounds in turn."""
+    """Time rounds of all chunks and cohorts in turn, and print the milliseconds per client."""
     work = dataclasses.replace(WORKLOADS[config.workload], clients=config.population)
     population = place(clients_of(*examples_of(work)))
     per_device = population.num_slots // population.mesh.size

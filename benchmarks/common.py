@@ -29,6 +29,7 @@ from jaxfl._support.files import write_json
 from jaxfl.backend import cores
 
 OUT = pathlib.Path("runs/benchmarks")
+"""Default folder of a benchmark's files."""
 
 Row = Mapping[str, Any]
 """A line of a table, with raw numbers by the names of the columns."""
@@ -43,8 +44,13 @@ def in_turn(
 
     The programs take turns, because a machine's speed drifts.
 
+    Args:
+        programs: Functions without arguments, by name.
+        repeats: Number of timed turns.
+        clock: Function that returns seconds.
+
     Returns:
-        The seconds of each program in each turn.
+        The seconds of each program in each timed turn, by name.
     """
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for repeat in range(repeats + 1):
@@ -59,17 +65,20 @@ def in_turn(
 
 
 def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return the median of each program."""
+    """Return the median seconds of each program."""
     return {name: float(np.median(values)) for name, values in seconds.items()}
 
 
 def ratio(seconds: Sequence[float], reference: Sequence[float]) -> float:
-    """Return the median over turns of the ratio, in which drifts of the machine's speed cancel."""
+    """Return the median over turns of `seconds` / `reference`.
+
+    Drifts of the machine's speed cancel in a turn's ratio.
+    """
     return float(np.median(np.array(seconds) / np.array(reference)))
 
 
 def busy_clock() -> Callable[[], float]:
-    """Return a clock of processor time, or of wall time for an accelerator.
+    """Return a clock of processor time on a CPU, and of wall time on an accelerator.
 
     Other processes hardly disturb processor time, but a processor only waits for an accelerator.
     """
@@ -121,10 +130,13 @@ def apart(
 
 
 def cold_and_warm(call: Callable[..., Any]) -> dict[str, Any]:
-    """Return what a call gives with an empty compilation cache on disk, and with the one it filled.
+    """Return a call's values with an empty compilation cache on disk, and with the filled cache.
 
     Args:
-        call: Function of environment variables by keyword, which starts a process with these.
+        call: Function that starts a process. Its keywords are environment variables.
+
+    Returns:
+        The values as `cold` and `warm`.
     """
     with tempfile.TemporaryDirectory() as folder:
         start = functools.partial(
@@ -137,7 +149,7 @@ def cold_and_warm(call: Callable[..., Any]) -> dict[str, Any]:
 
 @functools.cache
 def machine() -> dict[str, Any]:
-    """Return processor, cores, JAX's devices and versions. This starts JAX's backend."""
+    """Return processor, cores, JAX's devices and versions, by name. This starts JAX's backend."""
     device, name = jax.devices()[0], platform.processor() or platform.machine()
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     if cpuinfo.exists() and (line := re.search(r"model name\s*:\s*(.*)", cpuinfo.read_text())):
@@ -167,7 +179,13 @@ def from_zero(axes: Axes) -> None:
 
 
 def bars(values: Mapping[str, float], label: str, title: str) -> Figure:
-    """Draw a horizontal bar with a label for each value, the first on top."""
+    """Draw a horizontal bar for each value, the first on top.
+
+    Args:
+        values: Lengths of the bars by name. A bar shows both.
+        label: Label of the horizontal axis.
+        title: Title of the figure.
+    """
     figure, (axes,) = chart(9, 1.4 + 0.35 * len(values))
     drawn = axes.barh(list(values), list(values.values()))
     axes.bar_label(

@@ -40,7 +40,7 @@ class Config:
 
 
 def main(config: Config) -> None:
-    """Time each workload twice, each time in a new process."""
+    """Time each workload with a cold and a warm cache, each time in a new process."""
     rows = []
     for workload in config.workloads:
         measured = cold_and_warm(
@@ -71,7 +71,7 @@ def main(config: Config) -> None:
 
 
 def measure(workload: Name, begun: float) -> dict[str, float]:
-    """Return the seconds of each part.
+    """Return the seconds of each of `PARTS` in this process.
 
     Args:
         workload: Name of the workload.

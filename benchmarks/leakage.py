@@ -30,8 +30,11 @@ class Config:
     dataset: str = "mnist"
     """Dataset whose first examples of two classes belong to the client."""
     examples: int = 500
+    """Number of the client's examples."""
     probes: tuple[int, ...] = (1, 2, 4, 6, 8)
+    """Numbers of probes of an estimate."""
     drawn: tuple[int, ...] = (48, 500)
+    """Numbers of examples that an estimate draws."""
     seeds: int = 30
     """Number of estimates, whose root mean square error is reported."""
     repeats: int = 9

@@ -39,7 +39,7 @@ class Config:
     """Number of tokens of an example."""
     rank: int = 4
     last: int = 2
-    """Number of last layers that have adapters, in the variant in which not all layers do."""
+    """Number of last layers with adapters, in the variant without adapters of all layers."""
     chunks: tuple[int, ...] = (100, 10, 1)
     """Clients vectorised at a time."""
     repeats: int = 5
@@ -47,13 +47,13 @@ class Config:
 
 
 def algorithm_of(config: Config, model: Model) -> Algorithm:
-    """Build DP-FedAvg with some steps of every client."""
+    """Build DP-FedAvg of a model, with the local steps of the options and all clients."""
     local = LocalSGD(optax.sgd(0.01), config.batch, steps=config.steps)
     return dp_fedavg(model, clip=1.0, noise_multiplier=1.0, sampling=Full(), local=local)
 
 
 def main(config: Config) -> None:
-    """Print the seconds of a round with adapters and of one with all weights, and their ratio."""
+    """Print the seconds of rounds that train adapters or all weights, and their ratios."""
     generator, examples = np.random.default_rng(0), config.clients * config.batch
     tokens = generator.integers(0, VOCABULARY, (examples, config.length), np.int32)
     labels = generator.integers(0, 3, examples, np.int32)

@@ -32,13 +32,15 @@ class Config:
 
     workloads: tuple[Name, ...] = ("lenet", "mlp")
     bands: int = 32
+    """Number of bands of banded noise."""
     canaries: int = 1000
+    """Number of canaries of an audit."""
     repeats: int = 15
     out: pathlib.Path = OUT
 
 
 def ways(config: Config) -> dict[str, Callable[[Algorithm], Algorithm]]:
-    """Return functions from a workload's method to the same method with another mechanism."""
+    """Return functions from a workload's method to the method with another mechanism, by name."""
 
     def of(kind: type[Mechanism], **options: Any) -> Callable[[Algorithm], Algorithm]:
         names = [field.name for field in dataclasses.fields(Mechanism)]
@@ -62,7 +64,7 @@ def ways(config: Config) -> dict[str, Callable[[Algorithm], Algorithm]]:
 
 
 def main(config: Config) -> None:
-    """Print the seconds of a round, and their ratio to the Gaussian mechanism's."""
+    """Print a round's milliseconds, and its cost over the Gaussian mechanism's in percent."""
     rows, costs = [], {}
     for name in config.workloads:
         work = WORKLOADS[name]

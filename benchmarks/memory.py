@@ -36,7 +36,7 @@ class Config:
 
     workload: Name = "lenet"
     cohorts: tuple[int, ...] = (50, 200, 500, 1000, 2000)
-    """Population sizes. Each one runs with all clients, and with a cohort of the smallest size."""
+    """Numbers of clients. Rounds have all clients, or as many as the smallest number."""
     examples: int = 64
     """Number of examples per client."""
     steps: int = 2
@@ -45,7 +45,7 @@ class Config:
 
 
 def main(config: Config) -> None:
-    """Measure each size in a process of its own."""
+    """Measure each population and cohort in a process of its own, and print the megabytes."""
     least = min(config.cohorts)
     sizes = [(size, size) for size in config.cohorts] + [
         (size, least) for size in config.cohorts if size > least
@@ -92,7 +92,10 @@ def main(config: Config) -> None:
 def measure(
     workload: Name, examples: int, steps: int, population: int, cohort: int
 ) -> dict[str, float | None]:
-    """Return the megabytes of this process over two rounds, and of its accelerator if any."""
+    """Return the megabytes of this process over two rounds, and of its accelerator.
+
+    `device_peak_mb` is None if the device does not report its peak.
+    """
     work = dataclasses.replace(
         WORKLOADS[workload], clients=population, examples=examples, steps=steps
     )

@@ -56,14 +56,21 @@ class NnxPfl(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return logits."""
+        """Return logits `[B, K]` for images `[B, H, W, channels]`."""
         x = nnx.relu(self.second(nnx.relu(self.first(x))))
         x = self.drop_maps(nnx.max_pool(x, (2, 2), (2, 2)))
         return self.head(self.drop_features(nnx.relu(self.dense(x.reshape(len(x), -1)))))
 
 
 class Cnn(nn.Module):
-    """Convolutions with ReLU and 2x2 max-pool, then dense layers."""
+    """Convolutions with ReLU and 2x2 max-pool, then dense layers and a head.
+
+    Args:
+        convolutions: Channels of each convolution.
+        size: Width and height of the kernels.
+        padding: Padding of the convolutions.
+        widths: Units of each dense layer before the head.
+    """
 
     convolutions: Sequence[int]
     size: int
@@ -72,7 +79,7 @@ class Cnn(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return logits."""
+        """Return logits `[B, K]` for images `[B, H, W, channels]`."""
         for features in self.convolutions:
             x = nn.relu(nn.Conv(features, (self.size, self.size), padding=self.padding)(x))
             x = nn.max_pool(x, (2, 2), (2, 2))
@@ -90,7 +97,7 @@ class ResNet(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return logits."""
+        """Return logits `[B, K]` for images `[B, H, W, channels]`."""
         convolution = functools.partial(nn.Conv, kernel_size=(3, 3), padding=1, use_bias=False)
         x = nn.relu(nn.GroupNorm(2)(convolution(16)(x)))
         for features, stride in RESIDUAL:
@@ -107,7 +114,7 @@ class Mobile(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return logits."""
+        """Return logits `[B, K]` for images `[B, H, W, channels]`."""
         x = nn.relu(nn.Conv(16, (3, 3), 2, padding=1)(x))
         for features, stride in SEPARABLE:
             channels = x.shape[-1]
@@ -119,11 +126,16 @@ class Mobile(nn.Module):
 
 
 RESIDUAL = ((16, 1), (32, 2), (64, 2))
+"""Channels and stride of each block of `ResNet`."""
 SEPARABLE = ((32, 1), (64, 2), (64, 1), (128, 2))
+"""Channels and stride of each pair of convolutions of `Mobile`."""
 
 
 def models(network: str) -> dict[str, Model]:
-    """Return the module as a model, and the models that it is compared with."""
+    """Return the Flax module as a model, and the models that it is compared with, by kind.
+
+    The kinds are "linen", "nnx", and "ready", which is the library's own network.
+    """
     wrapped: dict[str, Callable[[], dict[str, Model]]] = {
         "pfl": lambda: {"linen": from_flax(Pfl(), SHAPE), "nnx": from_nnx(NnxPfl, SHAPE)},
         "lenet": lambda: {
@@ -141,7 +153,7 @@ def models(network: str) -> dict[str, Model]:
 
 
 def torch_network(network: str) -> Any:
-    """Return the same network in PyTorch."""
+    """Return the named network as a PyTorch module."""
     from torch import nn as tnn
 
     from benchmarks import pytorch
@@ -192,7 +204,7 @@ def torch_network(network: str) -> Any:
 
 
 def rounds_of(network: str, config: Config) -> dict[str, Callable[[], Any]]:
-    """Return a round of DP-FedAvg for every kind of network, on the same examples."""
+    """Return a call of a DP-FedAvg round by PyTorch and by each kind of `models`."""
     from benchmarks import pytorch
 
     work = Workload(

@@ -28,7 +28,7 @@ class Config:
 
     models: tuple[str, ...] = ("mlp", "lenet")
     batch_size: int = 32
-    """Examples of a plain step, and expected examples of a private step."""
+    """Number of examples of a plain step, and the expected number of a private step."""
     steps: int = 20
     chunks: tuple[int, ...] = (1, 4, 8, 16, 32)
     repeats: int = 5
@@ -72,7 +72,13 @@ def main(config: Config) -> None:
 
 
 def _client(name: str, config: Config, chunk: int | None) -> Callable[[], Any]:
-    """Return a call of one client's local steps on random bytes."""
+    """Return a call of one client's local steps on random bytes.
+
+    Args:
+        name: Name of the model.
+        config: Options of the benchmark.
+        chunk: Number of examples that a private step vectorises at a time. None takes plain steps.
+    """
     rng, shape = np.random.default_rng(0), (28, 28, 1)
     inputs = rng.integers(0, 256, (20 * config.batch_size, *shape), np.uint8)
     data = from_arrays(

@@ -36,7 +36,7 @@ class Network(nn.Module):
         self.network = pfl_cnn((32, 32, 3))
 
     def loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean cross-entropy."""
+        """Return the mean cross-entropy of a batch."""
         return F.cross_entropy(self.network(inputs), labels)
 
     def metrics(self, inputs: Tensor, labels: Tensor) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class Clock(TrainingProcessCallback):
     def after_central_iteration(
         self, aggregate_metrics: Metrics, model: PyTorchModel, *, central_iteration: int
     ) -> tuple[bool, Metrics]:
-        """Record the time, and continue."""
+        """Record the time at the end of a round, and let the training continue."""
         self.times.append(time.perf_counter())
         return False, Metrics()
 

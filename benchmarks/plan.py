@@ -35,6 +35,7 @@ from tools.footprint.chips import device_of, run_here
 GROWTH = 1.1
 """Ratio of new to old values above which a check fails."""
 CHECKED = ("kernels", "megabytes", "memory_mb", "microseconds")
+"""Columns that a check compares."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +51,16 @@ class Config:
     """Clients vectorised at a time. The result is that of the chunk with the fastest step."""
     clients: int = 1000
     check: pathlib.Path | None = None
-    """Folder with earlier results."""
+    """Folder with earlier results to compare with. None compares nothing."""
     out: pathlib.Path = OUT
 
 
 def main(config: Config) -> None:
-    """Compile each workload for the chip, in a process of its own."""
+    """Compile each workload for the chip in a process of its own, and print the estimates.
+
+    Raises:
+        ValueError: `check` lacks a result of a workload, or a value has grown by more than a tenth.
+    """
     run_here()
     name = f"plan_{config.chip}" + (f"_{config.form}" if config.form else "")
     known: dict[str, dict[str, Any]] = (
@@ -101,7 +106,7 @@ def _rows(path: pathlib.Path) -> dict[str, dict[str, Any]]:
 def measure(
     chip: str, workload: Name, form: Form | None, chunks: tuple[int, ...], clients: int
 ) -> dict[str, Any]:
-    """Return the estimates for the chunk with the fastest program."""
+    """Return the estimates for the chunk with the fastest step, by column of the table."""
     work = WORKLOADS[workload]
     steps, blocks = blocks_of(work.examples, work.batch_size)[::-1]
     begun = time.perf_counter()
@@ -147,7 +152,7 @@ def shapes_of(work: Workload, clients: int) -> Clients:
 
 
 def _check(rows: dict[str, dict[str, Any]], known: dict[str, dict[str, Any]]) -> None:
-    """Require that values have grown by at most a tenth."""
+    """Require that the values in `CHECKED` have grown by at most a tenth since `known`."""
     for work in rows.keys() & known.keys():
         for name in CHECKED:
             old, new = known[work][name], rows[work][name]

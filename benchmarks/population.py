@@ -39,9 +39,10 @@ class Config:
     """Options of the benchmark: CENTAUR on digits with Poisson cohorts, a head on each client."""
 
     populations: tuple[int, ...] = (10_000, 100_000, 1_000_000)
-    """Streamed populations with the first of `cohorts`. The first one also runs on the device."""
+    """Streamed populations, with the first of `cohorts`. The first population also runs on the
+    device."""
     cohorts: tuple[int, ...] = (1_000, 100, 10_000)
-    """Expected cohorts. All but the first run with the second of `populations`."""
+    """Expected cohorts. All but the first have the second of `populations`."""
     hidden: tuple[int, ...] = (200, 64)
     """Widths of the MLP. A head has 10 times as many numbers as the last width plus 1."""
     examples: int = 20
@@ -58,8 +59,10 @@ class Case:
     """A case, which runs in a process of its own."""
 
     store: str
+    """Place of the clients' states: "device", or "host" if they are streamed."""
     population: int
     cohort: int
+    """Expected number of participants in a round."""
 
 
 def main(config: Config) -> None:
@@ -113,7 +116,16 @@ def main(config: Config) -> None:
 
 
 def serve(pipe: multiprocessing.connection.Connection, case: Case, config: Config) -> None:
-    """Run a turn for each request, and finally send this process's peak memory and state size."""
+    """Run turns in this process, and send the seconds per round of each through the pipe.
+
+    The first turn is sent without a request. On "stop" the last message is the peak memory and the
+    size of all clients' states, in bytes.
+
+    Args:
+        pipe: Connection to the process that requests turns.
+        case: Case of this process.
+        config: Options of the benchmark.
+    """
     peak = [0]
     threading.Thread(target=watch, args=(peak,), daemon=True).start()
     model = mlp((8, 8, 1), 10, hidden=config.hidden)
@@ -146,7 +158,7 @@ def serve(pipe: multiprocessing.connection.Connection, case: Case, config: Confi
 
 
 def make(number: int, examples: int) -> Clients:
-    """Make clients with random training examples of digits, whose rows are in a file."""
+    """Make `number` clients with random training examples of digits. Their rows are in a file."""
     digits, rng = load("digits"), np.random.default_rng(0)
     with tempfile.TemporaryFile() as file:
         train = np.memmap(file, np.int32, "w+", shape=(number, examples))
@@ -163,7 +175,10 @@ def make(number: int, examples: int) -> Clients:
 
 
 def watch(peak: list[int]) -> None:
-    """Record the peak of this process's memory without pages of files, which can be dropped."""
+    """Write the peak of this process's memory in bytes into `peak[0]`, in an endless loop.
+
+    Pages of files do not count, because the system can drop them.
+    """
     status = pathlib.Path("/proc/self/status")
     while True:
         line = next(line for line in status.read_text().splitlines() if line.startswith("RssAnon"))
@@ -172,7 +187,12 @@ def watch(peak: list[int]) -> None:
 
 
 def draw(rows: list[dict[str, Any]], populations: int) -> Figure:
-    """Draw seconds and memory by population, and memory by cohort."""
+    """Draw seconds and memory by population, and memory by cohort.
+
+    Args:
+        rows: Rows of `main`, the case on the device first.
+        populations: Number of streamed populations.
+    """
     by_population = rows[1 : 1 + populations]
     by_cohort = sorted([by_population[1], *rows[1 + populations :]], key=lambda row: row["cohort"])
     figure, (seconds, memory, cohorts) = chart(12, 3.4, panels=3)

@@ -32,7 +32,7 @@ class LeNet(nn.Module):
         self.head = nn.Linear(84, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits."""
+        """Return logits `[B, K]` for images `[B, channels, H, W]`."""
         x = F.max_pool2d(F.relu(self.conv1(x)), 2)
         x = F.max_pool2d(F.relu(self.conv2(x)), 2)
         x = F.relu(self.dense1(x.flatten(1)))
@@ -49,7 +49,7 @@ class Mlp(nn.Module):
         self.head = nn.Linear(200, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits."""
+        """Return logits `[B, K]` for images `[B, channels, H, W]`."""
         return self.head(F.relu(self.dense2(F.relu(self.dense1(x.flatten(1))))))
 
 
@@ -69,7 +69,7 @@ class FedDpaCifar(nn.Module):
         self.head = nn.Linear(128, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits."""
+        """Return logits `[B, K]` for images `[B, channels, H, W]`."""
         for layer in (self.conv1, self.conv2, self.conv3):
             x = F.max_pool2d(F.relu(layer(x)), 2)
         x = F.relu(self.dense1(x.flatten(1)))
@@ -94,7 +94,7 @@ class ResNet20(nn.Module):
         self.head = nn.Linear(64, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits."""
+        """Return logits `[B, K]` for images `[B, channels, H, W]`."""
         x = F.relu(self.norm[0](self.conv[0](x)))
         for i in range(1, len(self.conv), 2):
             y = F.relu(self.norm[i](self.conv[i](x)))
@@ -113,7 +113,7 @@ class Residual(nn.Module):
         self.path, self.shortcut = path, shortcut
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the block's maps."""
+        """Return the block's feature maps `[B, channels, H, W]`."""
         return F.relu(self.path(x) + self.shortcut(x))
 
 
@@ -139,7 +139,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of all positions, flattened."""
+        """Return the logits `[B * L, vocabulary]` of all positions, for tokens `[B, L]`."""
         x = self.embed(tokens) + self.position
         for block in self.blocks:
             x = block(x)
@@ -170,7 +170,7 @@ class Block(nn.Module):
 
 
 def pfl_cnn(input_shape: tuple[int, int, int], classes: int = 10) -> nn.Module:
-    """Build the CNN of pfl-research's CIFAR-10 benchmark."""
+    """Build the CNN of pfl-research's CIFAR-10 benchmark, for images of (H, W, channels)."""
     height, width, channels = input_shape
     maps = [
         nn.Conv2d(channels, 32, 3),
@@ -196,7 +196,10 @@ NETWORKS = {
 
 
 def best_device(threads: int) -> str:
-    """Return PyTorch's accelerator, with JAX's precision there, or the CPU with its threads."""
+    """Return "cuda" if PyTorch has an accelerator, and otherwise "cpu".
+
+    Products on the accelerator get JAX's default precision, and the CPU gets `threads` threads.
+    """
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark = True
@@ -218,7 +221,7 @@ def tensors(inputs: np.ndarray, labels: np.ndarray, device: str = "cpu") -> tupl
 
 
 def wait(device: str) -> None:
-    """Wait until the device has finished its work."""
+    """Wait until an accelerator has finished its work. A CPU has nothing to wait for."""
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -276,7 +279,10 @@ def vmapped_round(
     clip: float = 1.0,
     noise_multiplier: float = 1.0,
 ) -> None:
-    """Run `fedavg_round` with `chunk` clients at a time, by `torch.func.vmap`."""
+    """Run `fedavg_round` with `chunk` clients at a time, by `torch.func.vmap`.
+
+    Other arguments are those of `fedavg_round`, except that inputs are images.
+    """
     server = {name: weights.detach().clone() for name, weights in network.named_parameters()}
 
     def loss(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -369,7 +375,10 @@ def feddpa_round(
 
 
 def fisher_diagonal(network: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
-    """Return the mean over examples of (d log p(y|x) / dw)^2, one example at a time."""
+    """Return the mean over examples of (d log p(y|x) / dw)^2 for each weight tensor.
+
+    It takes one example at a time.
+    """
     weights = list(network.parameters())
     total = [torch.zeros_like(w) for w in weights]
     for image, label in zip(x, y):
@@ -412,7 +421,10 @@ def _adam_epochs(
     strength: float,
     target: float,
 ) -> None:
-    """Run masked Adam on cross-entropy + strength / 2 * | ||mask * (w - server)|| - target |."""
+    """Run masked Adam on cross-entropy + strength / 2 * | ||mask * (w - server)|| - target |.
+
+    The network is updated in place. Masks are 1 where a weight moves, and 0 elsewhere.
+    """
     local: Weights = list(network.parameters())
     optimizer = torch.optim.Adam(local, lr=lr)
     for start in list(range(0, len(x), batch_size)) * epochs:
@@ -450,7 +462,7 @@ def _load(local: Weights, weights: Weights) -> None:
 
 
 def _accumulate(total: Weights, local: Weights, server: Weights, clip: float) -> None:
-    """Add one client's update, clipped jointly."""
+    """Add one client's update to `total`, clipped by its joint L2 norm."""
     with torch.no_grad():
         update = torch._foreach_sub(local, server)
         norm = float(torch.stack(torch._foreach_norm(update)).norm())
@@ -458,7 +470,7 @@ def _accumulate(total: Weights, local: Weights, server: Weights, clip: float) ->
 
 
 def _finish(local: Weights, server: Weights, total: Weights, std: float, count: int) -> None:
-    """Add the noisy average to the server's weights."""
+    """Write the server's weights plus the noisy average of `count` updates into `local`."""
     with torch.no_grad():
         for weight, old, sum_ in zip(local, server, total):
             weight.copy_(old + (sum_ + std * torch.randn_like(sum_)) / count)

@@ -71,7 +71,7 @@ class Config:
 
 
 def main(config: Config) -> None:
-    """Time each workload's parts in turn."""
+    """Time each workload's parts in turn, and print their milliseconds and shares of a round."""
     rows = [row for name in config.workloads for row in _split(name, config)]
     first = {row["part"]: row["percent"] for row in rows if row["workload"] == config.workloads[0]}
     over = (
@@ -139,7 +139,10 @@ def _parts(
     server: Any,
     states: States,
 ) -> dict[str, Callable[[], Any]]:
-    """Return a program for each part, with the round's shapes."""
+    """Return a call of each part by name, with the round's shapes.
+
+    Instead of the local steps there is `client_update`, which includes other parts.
+    """
     key, model, mechanism = jax.random.key(0), algorithm.model, algorithm.mechanism
     clients, by_client = population.clients, P("clients")
 

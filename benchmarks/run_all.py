@@ -34,7 +34,12 @@ class Config:
 
 
 def jobs(quick: bool, vs: str | None) -> dict[str, list[str]]:
-    """Return the arguments after `python` of each benchmark by the name of its files."""
+    """Return the arguments after `python` of each benchmark, by the name of its files.
+
+    Args:
+        quick: Whether to leave out benchmarks, sizes and repeats.
+        vs: Library whose equal loop is timed too. None stands for no library.
+    """
     beside = ["--vs", vs] if vs else []
     options_of = {
         f"throughput_{name}": ["throughput", "--workload", name, *beside] for name in WORKLOADS
@@ -142,7 +147,7 @@ def run(jobs: Mapping[str, Sequence[str]], out: pathlib.Path) -> int:
 
 
 def main(config: Config) -> int:
-    """Run all benchmarks.
+    """Run all benchmarks, and return 1 if one failed, or else 0.
 
     Raises:
         ValueError: PyTorch is requested, but not installed.

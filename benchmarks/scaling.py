@@ -43,7 +43,7 @@ class Config:
 
 
 def main(config: Config) -> None:
-    """Time each number of devices in a process of its own."""
+    """Time each number of devices and of processes, and print the clients per second."""
     rows = []
     for devices in config.devices:
         forced = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
@@ -87,7 +87,7 @@ def main(config: Config) -> None:
 
 
 def measure(workload: Name, clients: int, repeats: int) -> dict[str, float]:
-    """Return clients per second on all devices, and the share of the matrix-product peak."""
+    """Return figures of a round on all devices: seconds, speed, share of the peak, and memory."""
     work = dataclasses.replace(WORKLOADS[workload], clients=clients)
     population = place(clients_of(*examples_of(work)))
     product, flops = matrix_product(population)

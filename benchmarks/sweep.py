@@ -28,6 +28,7 @@ class Config:
     """Options of the benchmark, with sizes of DP-pFedDSU for a CPU."""
 
     points: int = 7
+    """Number of values of lambda."""
     clients: int = 20
     examples: int = 250
     rounds: int = 30
@@ -35,7 +36,7 @@ class Config:
 
 
 def main(config: Config) -> None:
-    """Print the seconds to the last result, including compilation."""
+    """Print the seconds to the last result of each way, including compilation."""
     rng = np.random.default_rng(0)
     inputs = rng.integers(0, 256, (config.clients * config.examples, 32, 32, 3), np.uint8)
     labels = rng.integers(0, 10, len(inputs))

@@ -110,10 +110,10 @@ def main(config: Config) -> None:
 
 
 def forward_flops(model: Model) -> float:
-    """Return the operations of the matrix products in one example's forward pass.
+    """Return the floating-point operations of the matrix products in one example's forward pass.
 
     A multiply-add counts as two operations, and all attention scores count. A loop's body counts
-    once for each position. Looking up embeddings is free.
+    once for each position. The lookup of embeddings does not count.
     """
     params, tokens = jax.eval_shape(model.init, jax.random.key(0)), np.zeros((1, LENGTH), np.int32)
     forward = list(products(jax.make_jaxpr(model.apply)(params, tokens).jaxpr))

@@ -172,7 +172,7 @@ def _torch_rounds(
 
 
 def torch_tensors(inputs: np.ndarray, labels: np.ndarray, device: str = "cpu") -> tuple[Any, Any]:
-    """Return normalised examples as PyTorch's tensors."""
+    """Return normalised images `[C, N, channels, H, W]` and labels `[C, N]` as tensors."""
     from benchmarks import pytorch
 
     return pytorch.tensors(_floats(inputs), labels, device)
@@ -188,7 +188,7 @@ def _torch_processes(
 
 
 def _floats(inputs: np.ndarray) -> np.ndarray:
-    """Normalise inputs once, outside the timing, in PyTorch's favour."""
+    """Return bytes scaled to [-1, 1]. This is outside the timing, in PyTorch's favour."""
     return inputs.astype(np.float32) * np.float32(2 / 255) - 1
 
 

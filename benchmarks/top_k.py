@@ -63,10 +63,11 @@ WAYS: dict[str, Callable[[Array, int], Array]] = {
     "lax.top_k": _by_top_k,
     "sort": _by_sorting,
 }
+"""Functions from values and a count to a mask of the largest absolute values, by name."""
 
 
 def main(config: Config) -> None:
-    """Print the microseconds of each way, and the masks' share of a local step."""
+    """Print the microseconds of a mask in each way, and the masks' share of a local step."""
     rows = []
     for size in (48_000, 36_864, 10_080):
         count = int(config.density * size)
@@ -101,7 +102,13 @@ def _repeated(way: Callable[[Array, int], Array], values: Array, count: int) -> 
 
 
 def _client(name: str, source: Any, config: Config) -> Callable[[], Any]:
-    """Return a call of one client's extractor steps, with one pass of the head on its features."""
+    """Return a call of one client's update by DP-pFedDSU: steps of the extractor, and of the head.
+
+    Args:
+        name: Name of the model.
+        source: `mask_source` of `dp_pfeddsu`.
+        config: Options of the benchmark.
+    """
     rng = np.random.default_rng(0)
     inputs = rng.integers(0, 256, (4 * config.batch_size, 32, 32, 3), np.uint8)
     data = from_arrays(

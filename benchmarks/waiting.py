@@ -35,7 +35,7 @@ class Config:
 
 
 def main(config: Config) -> None:
-    """Time the calls in new processes."""
+    """Time the calls in new processes with a cold and a warm cache, and print medians."""
     turns = [cold_and_warm(functools.partial(apart, measure)) for _ in range(config.turns)]
     seconds = {
         state: medians({call: [turn[state][call] for turn in turns] for call in turns[0][state]})
@@ -57,7 +57,7 @@ def main(config: Config) -> None:
 
 
 def measure() -> dict[str, float]:
-    """Return the seconds of each call, in their order."""
+    """Return the seconds of each call by name, in the order of the calls."""
     jaxfl.configure()
     digits = data.load("digits")
     rows = data.classes_per_client(digits.train_labels, digits.test_labels, 100, 3, seed=0)

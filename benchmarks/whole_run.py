@@ -95,7 +95,11 @@ def main(config: Config) -> None:
 
 
 def _pfl_research(rounds: int, processes: int) -> list[float]:
-    """Return the seconds of pfl-research's rounds with several processes, which share the cores."""
+    """Return the seconds of each of pfl-research's rounds, in processes that share the cores.
+
+    Raises:
+        RuntimeError: A process failed. The message has the end of the error output.
+    """
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command = [sys.executable, *launch, "-m", "benchmarks.pfl_research", str(rounds)]
     environment = os.environ | {"OMP_NUM_THREADS": str(cores() // processes)}

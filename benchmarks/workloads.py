@@ -40,8 +40,10 @@ class Workload:
 
     model: str
     input_shape: tuple[int, int, int]
+    """Height, width and channels of an image."""
     clients: int
     examples: int
+    """Number of training examples of each client."""
     batch_size: int
     steps: int
     feddpa: bool = False
@@ -70,7 +72,7 @@ WORKLOADS: dict[Name, Workload] = {
 def examples_of(work: Workload) -> tuple[np.ndarray, np.ndarray]:
     """Draw random images `[C, N, H, W, channels]` as bytes, and labels `[C, N]`.
 
-    They may be random, because speed does not depend on their content.
+    Speed does not depend on their content.
     """
     rng = np.random.default_rng(0)
     shape = (work.clients, work.examples)
@@ -80,7 +82,7 @@ def examples_of(work: Workload) -> tuple[np.ndarray, np.ndarray]:
 
 
 def clients_of(inputs: np.ndarray, labels: np.ndarray, tests: int = 0) -> Clients:
-    """Make clients with a row of examples each, and the same `tests` test examples."""
+    """Make clients with a row of examples each. All have the same first `tests` test examples."""
     train = inputs.reshape(-1, *inputs.shape[2:]), labels.reshape(-1)
     lists = list(np.arange(labels.size).reshape(labels.shape))
     test = train[0][:tests], train[1][:tests]
@@ -88,7 +90,7 @@ def clients_of(inputs: np.ndarray, labels: np.ndarray, tests: int = 0) -> Client
 
 
 def model_of(work: Workload, form: Form | None = None) -> Model:
-    """Build the workload's network, in the devices' form of convolutions or in another one."""
+    """Build the workload's network. A `form` of None takes the devices' form of convolutions."""
     builders: dict[str, Callable[[], Model]] = {
         "lenet": functools.partial(lenet, work.input_shape, form=form),
         "mlp": functools.partial(mlp, work.input_shape),
@@ -105,7 +107,13 @@ def model_of(work: Workload, form: Form | None = None) -> Model:
 def algorithm_of(
     work: Workload, sampling: Sampling = Full(), model: Model | None = None
 ) -> Algorithm:
-    """Build DP-FedAvg with SGD, or FedDPA, for the workload's network or another model."""
+    """Build DP-FedAvg with SGD, or FedDPA, as the workload says.
+
+    Args:
+        work: The workload.
+        sampling: Sampler of cohorts. The default takes all clients.
+        model: The network. None takes the workload's.
+    """
     model = model_of(work) if model is None else model
     private: dict[str, Any] = {"noise_multiplier": 1.0, "sampling": sampling}
     if work.feddpa:
@@ -130,15 +138,16 @@ def usual_chunk(algorithm: Algorithm, population: Population) -> int:
 
 
 class Round(NamedTuple):
-    """A compiled round, whose `run` continues from its last result.
-
-    The other fields are the seconds to compile, the temporary memory in MB, and the program's text.
-    """
+    """A compiled round."""
 
     run: Callable[[], None]
+    """Function that runs the next round, from the states of the last one, and waits for it."""
     compile_s: float
+    """Seconds to compile."""
     temporary_mb: float
+    """Temporary memory on each device, in MB."""
     text: Callable[[], str]
+    """Function that returns the compiled program's text."""
 
 
 def compile_round(algorithm: Algorithm, population: Population, chunk: int) -> Round:
@@ -186,7 +195,7 @@ def round_flops(work: Workload) -> float:
 
 
 def forward_flops(work: Workload) -> list[float]:
-    """Return the operations of each product in one example's forward pass, in order."""
+    """Return the floating-point operations of each product in one example's forward pass."""
     model = model_of(work, "lax")
     arguments = (
         jax.eval_shape(model.init, jax.random.key(0)),
@@ -197,7 +206,7 @@ def forward_flops(work: Workload) -> list[float]:
 
 
 def matrix_product(population: Population) -> tuple[Callable[[], jax.Array], float]:
-    """Return a large float32 product on all devices at once, and its floating-point operations.
+    """Return a call of a large float32 product on all devices, and its floating-point operations.
 
     Its rate is the peak of the machine. An accelerator repeats it, which hides a call's own cost.
     """

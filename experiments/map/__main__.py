@@ -88,7 +88,7 @@ def run(place: Place, options: Options) -> Result:
 
 
 def run_withdrawn(options: Options) -> Result:
-    """Measure corrected DP-FedAvg where an earlier map was measured, which lacked it."""
+    """Measure corrected DP-FedAvg at the places of an earlier map, which lacked it."""
     seeds = options.seeds if options.smoke else SEEDS
     epsilons = EPSILONS[:1] if options.smoke else EPSILONS
     earlier = json.loads(WITHDRAWN.read_text())
@@ -114,21 +114,24 @@ def run_withdrawn(options: Options) -> Result:
 
 
 def facts_of(family: Family) -> dict[str, Any]:
-    """Return what a family's results follow from, besides the place and the code."""
+    """Return the settings of a family on which its results depend, in addition to the place's."""
     return {"grid": family.points, "ways": tuning.family_ways(family), "rounds": family.rounds}
 
 
 def _kept(
     place: str, name: str, *, facts: Mapping[str, Any], make: Any, options: Options
 ) -> dict[str, Any]:
-    """Return a method's part, made now or before."""
+    """Return a method's `tuning`, `rows` and `seconds`, made now or stored before."""
     done = part("map", place, name, dict(facts) | {"method": name}, make, options)
     print(name, done["seconds"], "s", flush=True)
     return {field: done[field] for field in ("tuning", "rows", "seconds")}
 
 
 def mixed_families(parts: Mapping[str, Mapping[str, Any]], epsilons: Sequence[float]) -> list[str]:
-    """Return the families that are best on validation at some epsilon, and the recipe's."""
+    """Return the names of families that are mixed: the best ones on validation, and the recipe's.
+
+    At each epsilon they are the best `MIXED` families, and the better family of the recipe.
+    """
     names = set()
     for epsilon in epsilons:
         best = {

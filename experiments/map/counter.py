@@ -30,12 +30,13 @@ from jaxfl.types import Algorithm, Model
 
 RESULTS = pathlib.Path(__file__).with_name("results")
 CHOSEN = ("cifar10_pretrained_permuted_1000", "cifar10_pretrained_5_classes_100")
+"""Places of the counter-run."""
 _TUNED = {"tuning": [{"evaluation": 0, "chosen": {"rate": 0.1}}]}
 _ALONE: Result = {"local-only": _TUNED, "linear local-only": _TUNED}
 """How clients train alone, for trials at a place without a result."""
 
 TESTED = 2
-"""Settings that are mixed, and then tested: those best on validation examples at an epsilon."""
+"""Number of the best settings at an epsilon, on validation examples, that are mixed and tested."""
 
 CORRECTED = ("corrected", "fine_tuned_corrected")
 BARE = ("plain", "fine_tuned")
@@ -47,21 +48,26 @@ RIDGE = {"ridge": (0.1, 30.0), "personal": (0.1, 10.0)}
 
 
 class Setting(NamedTuple):
-    """A method by its numbers, their ranges, and how clients are evaluated after the rounds."""
+    """A method with the ranges of its numbers, and how clients are evaluated after the rounds."""
 
     method: Callable[..., Algorithm]
+    """Function from numbers to the algorithm. `tuning`, the rate of fine-tuning, is left out."""
     ranges: Mapping[str, tuple[float, float]]
+    """Smallest and largest value of each number that tuning varies."""
     fixed: Mapping[str, float] = {}
+    """Numbers that stay the same."""
     ways: tuple[str, ...] = CORRECTED
+    """Ways of evaluation."""
     rounds: int = 50
     passes: int = 5
+    """Passes of fine-tuning."""
     points: int = 4
     parts: tuple[str, ...] | None = None
     """Layers that are fine-tuned. None stands for all."""
 
 
 def seeing(model: Model, factor: Any) -> Model:
-    """Return a model whose inputs are multiplied by a factor, one for all or one for each."""
+    """Return a model whose inputs are multiplied by a factor, for all inputs or for each one."""
     assert model.extract is not None
     extract = model.extract
     return model._replace(
@@ -74,7 +80,13 @@ def seeing(model: Model, factor: Any) -> Model:
 
 
 def settings_of(place: Place, model: Model, linear: Model) -> dict[str, Setting]:
-    """Return the settings of a place by what they change."""
+    """Return the settings that are tried at a place, by name.
+
+    Args:
+        place: Place on the map.
+        model: The perceptron.
+        linear: The linear model.
+    """
     assert linear.input_shape is not None
     width = linear.input_shape[0]
     zero = linear._replace(init=lambda key: jax.tree.map(jnp.zeros_like, linear.init(key)))
@@ -85,7 +97,7 @@ def settings_of(place: Place, model: Model, linear: Model) -> dict[str, Setting]
         return LocalSGD(optax.sgd(rate), place.batch_size, passes)
 
     def of(method: Any, model: Model, share: float = 1.0, *, passes: int = 1, **more: Any) -> Any:
-        """Return the builder of a method with a share of the clients in a round."""
+        """Return the builder of a method, with an expected share of the clients in a round."""
         sampling = Full() if share == 1 else Poisson(share)
 
         def build(rate: float, head: float | None = None, **numbers: float) -> Algorithm:
@@ -103,7 +115,7 @@ def settings_of(place: Place, model: Model, linear: Model) -> dict[str, Setting]
         return base._replace(client_update=through.client_update)
 
     def on_first(model: Model, **options: Any) -> Algorithm:
-        """Return balanced DP-FedAvg that shares the weights of the first features alone."""
+        """Return balanced DP-FedAvg that learns weights of the first 64 features alone."""
         base = balanced(seeing(model, first), **options)
 
         def step(server: Any, aggregate: Any) -> Any:
@@ -119,7 +131,7 @@ def settings_of(place: Place, model: Model, linear: Model) -> dict[str, Setting]
         return algorithms.ifca(model, clusters=clusters, server_optimizer=step, **options)
 
     def ppsgd(model: Model, share: float) -> Any:
-        """Return the builder of PPSGD with a share of the clients in a round."""
+        """Return the builder of PPSGD, with an expected share of the clients in a round."""
         given = {
             "batch_size": 50,
             "loss": None,
@@ -214,7 +226,13 @@ def settings_of(place: Place, model: Model, linear: Model) -> dict[str, Setting]
 
 
 def family_of(setting: Setting, place: Place, known: Mapping[str, Any]) -> Family:
-    """Return a setting as a family of the map, which the map's protocol tunes."""
+    """Return a setting as a family of the map, which the map's protocol tunes.
+
+    Args:
+        setting: The setting.
+        place: Place on the map.
+        known: The `methods` of the place's result, for how clients train alone.
+    """
 
     def build(*, mix: str | None = None, **numbers: Any) -> Algorithm:
         numbers = {**setting.fixed, **numbers}
@@ -244,7 +262,14 @@ def family_of(setting: Setting, place: Place, known: Mapping[str, Any]) -> Famil
 def tested(
     family: Family, place: Place, row: Mapping[str, Any], seeds: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the scores of a chosen point on the final seeds."""
+    """Run a chosen point on the final seeds, and return its `rows`.
+
+    Args:
+        family: The setting as a family.
+        place: Place on the map.
+        row: Row of the tuning with the chosen point and way.
+        seeds: The final seeds.
+    """
     way = row["way"].removeprefix("mixed_")
     if way != row["way"]:
         family = family._replace(build=family.mixtures[way])
@@ -275,7 +300,11 @@ def run(
         place: The place.
         options: Options of the study.
         seeds: Seeds of the final runs.
-        settings: Number of settings. None stands for all.
+        settings: Number of the first settings that are tried. None stands for all.
+
+    Returns:
+        The place's `title`, the rows of the tuning by setting (`tried`), a row for each final run
+        (`tested`), and `seconds` of tuning.
     """
     data = dataset(place)
     networks_of_place = networks(place, data.train_inputs.shape[1:], data.classes)
@@ -285,7 +314,7 @@ def run(
     families = {name: family_of(setting, place, committed["methods"]) for name, setting in known}
 
     def kept(name: str, facts: Mapping[str, Any], make: Callable[[], Any]) -> Result:
-        """Return a part of the result, made now or before."""
+        """Return a part of the result, which is made now or was stored before."""
         done = part("map", "counter", f"{place.name} {name}", facts, make, options)
         for row in done.get("tuning", []):
             print(f"{row['validation']:.4f} {row['epsilon']:g} {name}: {row['way']}", flush=True)
@@ -302,7 +331,7 @@ def run(
         seconds += done["seconds"]
 
     def leading(epsilon: float) -> list[tuple[str, dict[str, Any]]]:
-        """Return the best settings at an epsilon, each in its best way."""
+        """Return the `TESTED` best settings at an epsilon, each with the row of its best way."""
         found = [(name, row) for name in tried for row in tried[name] if row["epsilon"] == epsilon]
         found.sort(key=lambda one: -one[1]["validation"])
         first = {name: (name, row) for name, row in reversed(found)}

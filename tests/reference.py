@@ -1,4 +1,7 @@
-"""A plain twin of the engine: a Python loop over clients and a NumPy server, written apart from it."""
+"""A plain twin of the engine: a Python loop over clients and a NumPy server.
+
+It shares no code with the engine, so that tests can compare the two.
+"""
 
 import dataclasses
 
@@ -14,7 +17,11 @@ DIGITS = load("digits")
 
 
 def run(key, algorithm, clients, rounds):
-    """Rounds as the engine's documentation states them, one client at a time."""
+    """Run rounds as the engine's documentation states them, one client at a time.
+
+    Return the last server state, the list of client states, and the list of aggregates. A round
+    whose cohort is empty has no aggregate if the denominator counts participants.
+    """
     mechanism, count = algorithm.mechanism, clients.num_clients
     rows = padded(clients.train)
     init_key, run_key, _ = jax.random.split(key, 3)
@@ -94,14 +101,14 @@ def run(key, algorithm, clients, rounds):
 
 
 def clip(update, bound):
-    """v min(1, C / |v|) in float64."""
+    """Return v min(1, C / |v|) for an update v and a bound C, with the L2 norm of all leaves."""
     norm = np.sqrt(sum(float(np.sum(leaf**2)) for leaf in jax.tree.leaves(update)))
     factor = 1.0 if norm <= bound else bound / norm
     return jax.tree.map(lambda leaf: leaf * factor, update)
 
 
 def gaussian(key, like):
-    """The standard normal draws of a key: one vector, cut into leaves in their order."""
+    """Draw standard normal leaves with the shapes of `like`: one vector, cut in their order."""
     leaves, structure = jax.tree.flatten(like)
     flat = np.asarray(jax.random.normal(key, (sum(leaf.size for leaf in leaves),)))
     cuts = np.cumsum([leaf.size for leaf in leaves])[:-1]
@@ -111,7 +118,7 @@ def gaussian(key, like):
 
 
 def fit(params, inputs, labels, order, batch_size, learning_rate, loss_gradient):
-    """Plain SGD over the given order of examples, for the local training loop."""
+    """Return the parameters after plain SGD over batches in the given order of examples."""
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
         gradient = loss_gradient(params, inputs[rows], labels[rows])
@@ -120,7 +127,10 @@ def fit(params, inputs, labels, order, batch_size, learning_rate, loss_gradient)
 
 
 def torch_sgd(params, gradient_of, steps, *, learning_rate):
-    """Steps as torch.optim.SGD(params, momentum=.9, weight_decay=1e-4) takes them: the decay is in the gradient."""
+    """Return the parameters after steps of torch.optim.SGD with momentum 0.9.
+
+    The weight decay of 1e-4 is in the gradient.
+    """
     params = jax.device_get(params)
     velocity = jax.tree.map(np.zeros_like, params)
     for _ in range(steps):
@@ -131,7 +141,10 @@ def torch_sgd(params, gradient_of, steps, *, learning_rate):
 
 
 def padded(lists, extra=0):
-    """Lists of rows as a matrix, whose lines end in padding."""
+    """Return lists of rows as a matrix, whose lines end in padding of 0.
+
+    The longest list has `extra` columns of padding.
+    """
     matrix = np.zeros((len(lists), max(map(len, lists)) + extra), np.int32)
     for line, own in zip(matrix, lists, strict=True):
         line[: len(own)] = own
@@ -139,7 +152,7 @@ def padded(lists, extra=0):
 
 
 def client(size, positions):
-    """A client with some digits from the hundredth on."""
+    """Return a client with `size` training digits from index 100 on, padded to `positions`."""
     rows = np.zeros(positions, np.int32)
     rows[:size] = np.arange(100, 100 + size)
     return ClientData(
@@ -151,23 +164,26 @@ def client(size, positions):
 
 
 def whole_gradient(data):
-    """`numpy_gradient` of all of a client's examples, in double precision."""
+    """Return a function from parameters to `numpy_gradient` of all of a client's examples."""
     inputs, labels = map(np.asarray, data.take(jnp.arange(data.size)))
     return lambda params: numpy_gradient(params, inputs, labels)
 
 
 def add(tree, scale, other):
-    """tree + scale * other, in NumPy."""
+    """Return tree + scale * other, leaf by leaf."""
     return jax.tree.map(lambda a, b: a + scale * b, tree, other)
 
 
 def double(params):
-    """On the host, in double precision."""
+    """Return parameters on the host in double precision."""
     return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
 
 
 def numpy_gradient(params, inputs, labels):
-    """Backpropagation by hand through dense, ReLU, dense, mean cross-entropy."""
+    """Return gradients by hand, in double precision, of a perceptron's mean cross-entropy.
+
+    The perceptron has a dense layer, ReLU and a dense head.
+    """
     x = inputs.transpose(0, 3, 1, 2).reshape(len(inputs), -1).astype(np.float64) * 2 / 255 - 1
     (w1, b1), (w2, b2) = ((params[n]["kernel"], params[n]["bias"]) for n in ("dense_0", "head"))
     hidden = np.maximum(x @ w1 + b1, 0)

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 Turn = Literal["compile", "measure"]
 Found = dict[str, Any]
-"""What a part found, or `failed` or `missing` with the reason why it found nothing."""
+"""Values of a part by name. Without values there is `failed` or `missing`, with the reason."""
 
 
 class Part(NamedTuple):
@@ -32,14 +32,14 @@ class Part(NamedTuple):
 
 
 _PARENT: list[Connection] = []
-"""Connection of a part's process to the process that gives turns, which has none."""
+"""Connection of a part's process to the process that gives turns. Empty in any other process."""
 
 
 @contextlib.contextmanager
 def turn(kind: Turn) -> Iterator[None]:
-    """Wait until no part measures and, in order to measure, until no part compiles either.
+    """Hold a turn, which starts when no part measures.
 
-    Outside of `run_parts` there is nothing to wait for.
+    A turn to measure also waits until no part compiles. Outside `run_parts` no turn waits.
     """
     for parent in _PARENT:
         parent.send(("asks", kind))
@@ -58,12 +58,12 @@ def run_parts(
     seconds: float,
     at_once: int,
 ) -> None:
-    """Run parts in their order, and hand each result over as soon as it is there.
+    """Run parts in processes, started in their order, and pass each result to `keep` at once.
 
     Args:
         parts: The parts by name, the most useful first.
-        keep: Function of the name of a part and of what it found. If it raises, all parts end.
-        seconds: Time after which no part continues.
+        keep: Function of the name of a part and of its result. If it raises, all parts end.
+        seconds: Seconds after which no part continues. A part that did not end has `missing`.
         at_once: Number of parts that have a process at the same time.
     """
     begun = last = time.monotonic()
@@ -111,8 +111,11 @@ class _Process:
         self.output = output
         """File of what the process prints."""
         self.asks: Turn | None = None
+        """Turn that the process waits for."""
         self.holds: Turn | None = None
+        """Turn that the process has."""
         self.found: Found | None = None
+        """Result of the part. None while it runs."""
         self.used = 0.0
         """Seconds without waiting for turns."""
         self.begun = time.monotonic()
@@ -125,7 +128,7 @@ class _Process:
         other.close()
 
     def read(self) -> None:
-        """Read what the process has sent."""
+        """Read what the process has sent, and set `found` if it has ended."""
         ended = not self.process.is_alive()
         try:
             while self.connection.poll():
@@ -143,7 +146,10 @@ class _Process:
             self.found = {"failed": f"the part returned {self.found!r}, and no dict"}
 
     def count(self, seconds: float) -> None:
-        """Count time against the part's limit, unless the part waits for its turn."""
+        """Count seconds against the part's limit, unless the part waits for its turn.
+
+        A part beyond its limit gets a `failed` result.
+        """
         if self.asks is None:
             self.used += seconds
         if self.used > self.part.seconds and self.found is None:
@@ -158,7 +164,10 @@ class _Process:
             self.connection.send("go")
 
     def stop(self) -> Found:
-        """End the process and all that it started, and return what it found."""
+        """End the process and all that it started, and return its result.
+
+        `part_s` is the number of seconds since the part was started.
+        """
         assert self.process.pid
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -169,7 +178,7 @@ class _Process:
 
 
 def _give_turns(running: Sequence[_Process]) -> None:
-    """Give turns in the order of the parts, so that no part waits for a later one's turn."""
+    """Give turns in the order of the parts, so that no part waits for the turn of a later part."""
     for own in running:
         if own.asks is None:
             continue
@@ -180,7 +189,14 @@ def _give_turns(running: Sequence[_Process]) -> None:
 
 
 def _run_part(parent: int, connection: Connection, output: str, part: Part) -> None:
-    """Run a part in its process, and send what it found."""
+    """Run a part in its own process, and send the result.
+
+    Args:
+        parent: Process that gives turns, with whose end this process ends.
+        connection: Connection to it.
+        output: File of what this process prints.
+        part: The part.
+    """
     # The group has whatever the part starts, so that all of it can be ended.
     os.setsid()
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()

@@ -23,7 +23,10 @@ _SECTION = re.compile(r"^(Guarantee|Deviations from the paper|References): (.+)$
 
 
 def sections(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Convert sections such as `Guarantee: text` to Napoleon's form, and escape initials."""
+    """Convert sections such as `Guarantee: text` to Napoleon's form, and escape initials.
+
+    The lines of the docstring are changed in place.
+    """
     found: list[str] = []
     for line in lines:
         match = _SECTION.match(line)
@@ -36,7 +39,10 @@ def sections(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: l
 def signature(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, text: str | None, result: str | None
 ) -> tuple[str, str | None] | None:
-    """Return the signature as written, with names of shapes and aliases, and defaults as code."""
+    """Return arguments and result as the source writes them, or None to keep Sphinx's signature.
+
+    A class with fields has its fields as arguments.
+    """
     if inspect.isclass(obj) and (fields := _fields(obj)):
         return f"({', '.join(fields)})", None
     function = inspect.unwrap(getattr(obj, "__func__", obj))
@@ -52,7 +58,7 @@ def signature(
 
 
 def _fields(kind: type) -> list[str]:
-    """Return the fields of a dataclass or a named tuple, with annotations and defaults."""
+    """Return the source of each field of a dataclass or a named tuple. Other classes have none."""
     if dataclasses.is_dataclass(kind):
         names = [field.name for field in dataclasses.fields(kind)]
     else:
@@ -75,7 +81,7 @@ def _annotated(kind: type) -> Iterator[tuple[str, str]]:
 
 
 def skip(app: Sphinx, what: str, name: str, obj: Any, skipped: bool, options: Any) -> bool | None:
-    """Skip fields whose docstring adds nothing to the signature."""
+    """Return True to skip a field whose docstring adds nothing to the signature, or else None."""
     return True if (getattr(obj, "__doc__", "") or "").startswith("Alias for field") else None
 
 
@@ -99,7 +105,10 @@ def name_role(
 def resolve(
     app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.Element
 ) -> nodes.Node | None:
-    """Link a short name to the only public object with it, and warn of missing dotted names."""
+    """Return a link from a short name to the only public object with it, or None.
+
+    Warn of a name that begins with `jaxfl.` and does not exist.
+    """
     if node.get("refdomain") != "py":
         return None
     target = node["reftarget"]
@@ -137,7 +146,7 @@ def _exists(target: str) -> bool:
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Register the extension."""
+    """Register the extension, and return its metadata."""
     roles.register_local_role("name", name_role)
     # This priority runs before Napoleon.
     app.connect("autodoc-process-docstring", sections, priority=100)

@@ -7,9 +7,18 @@ from typing import NamedTuple
 
 
 class Page(NamedTuple):
-    """A page, which shows the statements of small settings in `tests/algorithms_table.py`.
+    """A page of some methods, with the privacy statements of small planned runs.
 
-    The settings have the names of the builders, unless `rows` maps their names to labels.
+    Args:
+        slug: Name of the page's file.
+        title: Title of the page.
+        names: Builders in `jaxfl.algorithms`.
+        use: Text on when to use the methods.
+        avoid: Text on when not to use them.
+        measured: Pages of results, by the names of `pages.readmes`.
+        rows: Labels of the runs by their names in `tests/algorithms_table.py`. None takes the runs
+            with the names of the builders.
+        note: Further text.
     """
 
     slug: str

@@ -25,13 +25,21 @@ _SUMMARY = re.compile(r"^\*\*(?:Question|Answer)\.\*\* (.+?)(?=\n\n)", re.DOTALL
 
 
 def readmes() -> dict[str, pathlib.Path]:
-    """Return the READMEs with results by name."""
+    """Return the paths of READMEs with results, by the name of their page."""
     found = {path.parent.name: path for path in sorted(ROOT.glob("experiments/*/README.md"))}
     return found | {"speed": ROOT / "benchmarks/README.md"}
 
 
 def relink(text: str, source: pathlib.Path, page: pathlib.Path) -> str:
-    """Return the text of a document with its links changed for its page."""
+    """Return a document's text with its links changed, so that they hold on the page.
+
+    A link to a file outside the site becomes plain text.
+
+    Args:
+        text: Text of the document in Markdown.
+        source: Path of the document, to which its links are relative.
+        page: Path of the page that gets the text.
+    """
     pages = {path.resolve(): DOCS / f"results/{name}.md" for name, path in readmes().items()}
 
     def target(match: re.Match) -> str:
@@ -48,7 +56,14 @@ def relink(text: str, source: pathlib.Path, page: pathlib.Path) -> str:
 
 
 def against(label: str, algorithm: Algorithm) -> str:
-    """Return the theorems of a method for each observer, by the statement of a planned run."""
+    """Return a table's line with the theorems of a method for each observer.
+
+    They come from the statement of a small planned run.
+
+    Args:
+        label: First cell of the line.
+        algorithm: The method.
+    """
     clients = len(SIZES)
     plan = planned_ledger(algorithm.mechanism, clients, _ROUNDS, algorithm.dp_sgd)
     _, states = jax.eval_shape(lambda key: algorithm.init(key, clients), jax.random.key(0))
@@ -103,7 +118,10 @@ def title(path: pathlib.Path) -> str:
 
 
 def first_sentence(name: str) -> str:
-    """Return the first line of what a public name's docstring says, for a cell of a table."""
+    """Return the first line of a public name's docstring, for a cell of a table.
+
+    It is empty for a value that cannot be called.
+    """
     module, _, attribute = name.rpartition(".")
     value = getattr(importlib.import_module(module), attribute)
     # Instances of built-in classes have the docstring of their class.
@@ -113,7 +131,7 @@ def first_sentence(name: str) -> str:
 
 
 def overview() -> str:
-    """Return a table of all methods."""
+    """Return a table with a line for each builder: its name, its first sentence and its page."""
     lines = ["| builder | in a sentence | page |", "| --- | --- | --- |"]
     for entry in PAGES:
         for builder in entry.names:
@@ -136,7 +154,7 @@ def studies() -> str:
 
 
 def summaries() -> str:
-    """Return what each page of results asks and answers."""
+    """Return the question and the answer of each page of results, in the order of their titles."""
     found = {}
     for name, path in readmes().items():
         text = "\n\n".join(_SUMMARY.findall(path.read_text()))
@@ -146,7 +164,10 @@ def summaries() -> str:
 
 
 def listed(block: re.Match) -> str:
-    """Return a block of the reference with a table in place of its entries, which have pages."""
+    """Return a block of the reference with a table in place of its entries.
+
+    Each entry has a page of its own.
+    """
     entries = _ENTRY.findall(block[1])
     rest = _ENTRY.sub("", block[1]).strip()
     lines = [f"```{{eval-rst}}\n{rest}\n```\n"] if rest else []
@@ -157,7 +178,12 @@ def listed(block: re.Match) -> str:
 
 
 def reference(text: str, stem: str) -> str:
-    """Return a page of the reference that lists its entries, and has theirs in the sidebar."""
+    """Return a page of the reference that lists its entries, and has their pages in the sidebar.
+
+    Args:
+        text: Text of the page in Markdown.
+        stem: Name of the page's file without its suffix.
+    """
     names = [name for _, name in _ENTRY.findall(text)]
     pages = "\n".join(f"{name.rpartition('.')[2]} <{stem}/{name}>" for name in names)
     tree = f"\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n" if names else ""
@@ -165,7 +191,7 @@ def reference(text: str, stem: str) -> str:
 
 
 def make(app: Sphinx) -> None:
-    """Write the pages that changed."""
+    """Write the pages of methods, of the reference and of results that have changed."""
     for entry in PAGES:
         _write(DOCS / f"methods/{entry.slug}.md", page(entry))
     for source in DOCS.glob("reference/*.md"):
@@ -194,7 +220,7 @@ def read(app: Sphinx, name: str, content: list[str]) -> None:
 
 
 def answer() -> str:
-    """Return the answer of the front page, for the index."""
+    """Return the answer on the front page of the repository, with links for the site's index."""
     readme = ROOT / "README.md"
     block = readme.read_text().partition("<!-- answer -->")[2].partition("<!-- /answer -->")[0]
     return relink(block.strip(), readme, DOCS / "index.md")
@@ -207,7 +233,7 @@ def _write(path: pathlib.Path, text: str) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Register the extension."""
+    """Register the extension, and return its metadata."""
     app.connect("builder-inited", make)
     app.connect("source-read", read)
     return {"parallel_read_safe": True}

@@ -20,7 +20,7 @@ def address(root: pathlib.Path) -> str | None:
 
 
 def _git(root: pathlib.Path, *words: str) -> str:
-    """Return what git prints in a folder, and nothing if it fails or is not installed."""
+    """Return what git prints in a folder, and an empty text if it fails or is not installed."""
     command = ["git", "-C", str(root), *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -30,7 +30,7 @@ def _git(root: pathlib.Path, *words: str) -> str:
 
 
 def web_address(origin: str) -> str | None:
-    """Return the address of a repository's page, or None if the origin is no public address.
+    """Return the https address of an origin's page, or None if the origin is no public address.
 
     Users, tokens and queries are left out, because they would be published with the site.
     """

@@ -1,1 +1,1 @@
-"""Wrong values of every kind, and what each argument of a public function may take of them."""
+"""Wrong values of every kind, and those that each argument of a public function may accept."""

@@ -1,4 +1,7 @@
-"""What arguments take, by the name of their check: each check once more, as a predicate."""
+"""Values that arguments accept, by the name of their check.
+
+Each check is written once more here as a predicate, so that tests can compare the two.
+"""
 
 import fractions
 import functools
@@ -20,20 +23,20 @@ from malformed import pool
 from malformed.pool import INF, NAN
 
 MISSING = object()
-"""Stands for a value that works, which no check gives: a row must give one."""
+"""Mark of a kind without a value that works. A row of `functions.ROWS` must give a value."""
 
 
 class Kind(NamedTuple):
-    """What arguments with one check take."""
+    """Values that arguments with one check accept."""
 
     works: Any
     """A value that works."""
     takes: Callable[[Any], bool]
-    """Whether the argument may take a value of the pool."""
+    """Predicate that says whether the argument may accept a value of the pool."""
     good: Sequence[Any] = ()
-    """Values that must be taken."""
+    """Values that the argument must accept."""
     bad: Sequence[Any] = ()
-    """Values that must be refused, besides those of the pool."""
+    """Values that must raise an error, in addition to those of the pool."""
 
 
 # Predicates.
@@ -51,7 +54,7 @@ def whole(least: int, most: float = INF) -> Callable[[Any], bool]:
 
 
 def inside(low: float, high: float, *ends: float) -> Callable[[Any], bool]:
-    """Numbers of an open interval, and ends that belong to it."""
+    """Return a predicate of real numbers in an open interval, or among the `ends`."""
     return lambda value: real(value) and (low < value < high or value in ends)
 
 
@@ -80,7 +83,10 @@ def no_names(value: Any) -> bool:
 
 
 def each(entry: Callable[[Any], bool], *axes: int, empty: bool = False) -> Callable[[Any], bool]:
-    """Arrays with one of these numbers of axes, of which each entry is taken."""
+    """Return a predicate of arrays whose entries all pass, with one of these numbers of axes.
+
+    An array without entries passes only with `empty`.
+    """
 
     def takes(value: Any) -> bool:
         try:
@@ -95,7 +101,7 @@ def each(entry: Callable[[Any], bool], *axes: int, empty: bool = False) -> Calla
 
 
 def entries(entry: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Sequences of which each entry is taken."""
+    """Return a predicate of lists and tuples whose entries all pass."""
     return lambda value: isinstance(value, list | tuple) and all(map(entry, value))
 
 
@@ -104,14 +110,14 @@ def either(*predicates: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def lists(value: Any) -> bool:
-    """Lists by name."""
+    """Return whether a value is a dict of lists or tuples by text."""
     if not isinstance(value, dict) or not all(map(text, value)):
         return False
     return all(isinstance(one, list | tuple) for one in value.values())
 
 
 def columns(value: Any) -> bool:
-    """Lists of one length by name."""
+    """Return whether a value is a dict of lists or tuples of one length by text."""
     return lists(value) and len({*map(len, value.values())}) == 1
 
 
@@ -203,7 +209,7 @@ def of_steps(length: int) -> Kind:
 def same(
     works: Any, takes: Callable, good: Sequence = (), bad: Sequence = ()
 ) -> Callable[[], Kind]:
-    """What arguments take whose check has no options."""
+    """Return a function that returns the kind of a check without options."""
     return lambda: Kind(works, takes, good, bad)
 
 
@@ -367,11 +373,11 @@ KINDS: dict[str, Callable[..., Kind]] = {
         None, lists, bad=["age", ["age"], {"age": 3}, {3: [0]}, {"age": []}, {"age": [1, 1]}]
     ),
 }
-"""By the name of a check, what its arguments take."""
+"""Functions from the options of a check to the kind of its arguments, by the check's name."""
 
 
 def kind_of(check: Callable) -> Kind:
-    """Return what arguments with a check take."""
+    """Return the kind of arguments that have a check, which may be a partial with options."""
     options: dict[str, Any] = {}
     while isinstance(check, functools.partial):
         if check.func is check_optional:

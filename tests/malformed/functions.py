@@ -1,8 +1,8 @@
-"""Every public function with arguments that work, and the values that each argument must refuse.
+"""Every public function with arguments that work, and with values that must raise an error.
 
-All of it follows from the checks of the arguments (`checked`). `malformed.checks` says what each
-check may take of the values in `malformed.pool`. All others must be refused. A row of a function
-adds only what its checks do not say.
+Both follow from the checks of the arguments (`checked`). `malformed.checks` says which values of
+`malformed.pool` a check may accept. All other values must raise an error. The tables below add only
+what the checks do not say.
 """
 
 import fractions
@@ -57,7 +57,7 @@ VALUES: dict[str, Any] = {
     "progress": False,
     "params": pool.MODEL.init(pool.KEY),
 }
-"""By argument, values that are given instead of the default or of what the check says."""
+"""Values that work by argument, instead of the default or of the value of its check."""
 
 ROWS: dict[str, dict[str, Any]] = {
     "sweep": {"build": functools.partial(algorithms.fedprox, pool.MODEL)},
@@ -102,7 +102,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "from_huggingface": {"owner": "who", "input": "x", "label": "y"},
     "build": {"name": "mlp", "input_shape": (8, 8, 1)},
 }
-"""By function, values of arguments that must be others, or that no check has."""
+"""Values that work by function and argument, where the check has none or another one is needed."""
 
 TAKES: dict[str, Callable[[Any], bool]] = {
     "grid.rate": either(entries(anything), each(real, 1)),
@@ -141,7 +141,10 @@ TAKES: dict[str, Callable[[Any], bool]] = {
         for noise in ("noise_multiplier", "client_noise")
     },
 }
-"""By argument, or by function and argument, what it may take, where its check does not say it."""
+"""Predicates of accepted values by argument, or by function and argument.
+
+They replace those of the checks.
+"""
 
 REFUSED: dict[str, list[Any]] = {
     **{
@@ -187,7 +190,7 @@ REFUSED: dict[str, list[Any]] = {
     "evaluate.server": [{"params": np.zeros(3)}],
     "evaluate.states": [[], {"params": np.zeros(3)}],
 }
-"""By argument, or by function and argument, what must be refused besides."""
+"""Further values that must raise an error, by argument, or by function and argument."""
 
 TAKEN: dict[str, list[Any]] = {
     "from_arrays.train_labels": [],
@@ -217,18 +220,18 @@ TAKEN: dict[str, list[Any]] = {
     "Release.low": [np.float32(0.25), jnp.float32(0.25), np.array(0.25), fractions.Fraction(1, 4)],
     **{f"{rule}.{noise}": [0] for rule in ROBUST for noise in ("noise_multiplier", "client_noise")},
 }
-"""By function and argument, what must be taken, where it is less than what the check says."""
+"""Values that must be accepted by function and argument, instead of those of the check."""
 
 RECORDS = {
     *("Algorithm", "Candidate", "ClientData", "Clients", "ColumnEncoding", "Comparison", "Dataset"),
     *("Encoder", "Ledger", "Message", "Metric", "Model", "NAMES", "Result", "Sampling", "Task"),
     *("Terms", "TrainedModel"),
 }
-"""Public names that take anything: what is in them is checked where they are used."""
+"""Public names that accept anything, because their contents are checked where they are used."""
 
 
 def public() -> dict[str, Any]:
-    """Return what has a public name, and the checked functions of the methods' modules."""
+    """Return all public values by name, and the checked functions of the methods' modules."""
     packages = (jaxfl, algorithms, callbacks, data, models, privacy)
     found = {name: getattr(package, name) for package in packages for name in package.__all__}
     for listed in pkgutil.iter_modules(algorithms.__path__, "jaxfl.algorithms."):
@@ -247,13 +250,13 @@ FUNCTIONS = {
 
 
 def of(table: dict[str, Any], name: str, argument: str, default: Any) -> Any:
-    """Return what a table says of a function's argument."""
+    """Return a table's entry for a function's argument, for any such argument, or `default`."""
     return table.get(f"{name}.{argument}", table.get(argument, default))
 
 
 @functools.cache
 def arguments(name: str) -> dict[str, Kind]:
-    """Return what each argument of a function takes. `bad` has all that it must refuse."""
+    """Return the kind of each argument of a function. All values in `bad` must raise an error."""
     function: Any = FUNCTIONS[name]
     call = function.__init__ if isinstance(function, type) else function
     checks = call.argument_checks() if hasattr(call, "argument_checks") else {}
@@ -280,7 +283,7 @@ def arguments(name: str) -> dict[str, Kind]:
 
 
 def call(name: str, /, **changes: Any) -> Any:
-    """Call a public function with arguments that work, but for these."""
+    """Call a public function with arguments that work, except for the changed ones."""
     works = {argument: kind.works for argument, kind in arguments(name).items()} | changes
     return FUNCTIONS[name](
         **{argument: value for argument, value in works.items() if value is not OMITTED}

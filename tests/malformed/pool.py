@@ -1,4 +1,4 @@
-"""A pool of values, of which each argument of a public function takes some."""
+"""A pool of values. Each argument of a public function accepts some of them."""
 
 import math
 import pathlib
@@ -61,7 +61,7 @@ STORED = _Stored(who=[1, 2], x=[[0.5], [1.0]], y=[0, 1])
 
 
 def of_pictures(pictures: np.ndarray) -> data.Dataset:
-    """A dataset of pictures of class 0, the first of them for testing, too."""
+    """Return a dataset of pictures of class 0. The first picture is also the test example."""
     labels = np.zeros(len(pictures), int)
     return data.from_arrays(pictures, labels, pictures[:1], labels[:1])
 
@@ -75,7 +75,7 @@ BUILT = [
 ]  # fmt: skip
 """One object of each class that arguments have."""
 
-# Values of which an argument takes some.
+# Values of which an argument accepts some.
 
 NOTHING: dict = {}
 TEXT = np.array(["a"])

@@ -22,12 +22,13 @@ def main(
     config: pathlib.Path | None = None,
     as_json: bool = False,
 ) -> None:
-    """Compile a run for a chip, and print what a local step needs there.
+    """Compile a run for a chip, and print the resources of a local step on it.
 
     Args:
         chip: Chip to compile the run for.
-        chunk: Number of clients vectorised at a time on the chip.
-        config: YAML file with the settings of the run, as for `jaxfl run`.
+        chunk: Number of clients vectorised at a time. It is halved until the program fits.
+        config: YAML file with the settings of the run, as for `jaxfl run`. None takes the default
+            settings.
         as_json: Print JSON instead of lines.
     """
     run_here()

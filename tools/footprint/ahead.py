@@ -131,14 +131,17 @@ def footprint(
 
 
 def step_flops(algorithm: Algorithm, population: Population) -> float:
-    """Return the operations in matrix products and convolutions of one client's local step."""
+    """Return the operations in matrix products and convolutions of one client's local step.
+
+    A multiply-add counts as two.
+    """
     alone: Any = compile_rounds(algorithm, population, chunk=1, segment=1)
     traced = alone.func.trace(*alone.args, *_arguments(algorithm, population), **alone.keywords)
     return sum(products(traced.jaxpr.jaxpr, STEP))
 
 
 def abstract_population(clients: Clients, device: jax.Device) -> Population:
-    """Return the clients as shapes on a device that may be absent.
+    """Return the clients as a population of shapes, without data, on a device that may be absent.
 
     All clients have the capacity of the largest one. A program then has one loop of local steps,
     where clients of different capacities would have one loop each.
@@ -174,7 +177,8 @@ def products(jaxpr: Any, scope: str = "", inside: bool = False) -> Iterator[floa
 
     Args:
         jaxpr: The program.
-        scope: Name of a `jax.named_scope`. Only products within it count. The default counts all.
+        scope: Name of a `jax.named_scope`. Only products within the scope count. The default counts
+            all products.
         inside: Whether the program itself lies within the scope.
     """
     for equation in jaxpr.eqns:
@@ -196,7 +200,14 @@ def products(jaxpr: Any, scope: str = "", inside: bool = False) -> Iterator[floa
 def _product_flops(
     name: str, params: dict[str, Any], inputs: list[tuple[int, ...]], output: tuple[int, ...]
 ) -> float:
-    """Return the operations of a product with operands and a result of these shapes."""
+    """Return the operations of a matrix product or a convolution. A multiply-add counts as two.
+
+    Args:
+        name: Name of the primitive: "dot_general" or "conv_general_dilated".
+        params: Parameters of the primitive.
+        inputs: Shapes of the operands.
+        output: Shape of the result.
+    """
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
         taps = math.prod(inputs[0][axis] for axis in contracted)

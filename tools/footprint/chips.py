@@ -42,7 +42,18 @@ def _gpu(
     clock: float,
     memory: float = 80e9,
 ) -> Chip:
-    """Return a GPU, which XLA's compiler knows by the text of a `GpuTargetConfig`."""
+    """Return a GPU, which XLA's compiler knows by the text of a `GpuTargetConfig`.
+
+    Args:
+        architecture: Fields of the compute capability, as text.
+        cores: Number of multiprocessors.
+        shared: Bytes of shared memory that a block can have.
+        cache: Bytes of the L2 cache.
+        flops: Peak rate, see `Chip`.
+        bandwidth: Bytes per second of the memory.
+        clock: Cycles per second.
+        memory: Bytes of the memory.
+    """
     target = f"""
     gpu_device_info {{
       cuda_compute_capability {{ {architecture} }} core_count: {cores} fpus_per_core: 128
@@ -76,16 +87,15 @@ CHIPS = {
 
 
 def run_here() -> None:
-    """Let JAX start on the CPU.
+    """Make JAX start on the CPU. Call this function before JAX starts.
 
-    If a chip's compiler is installed, JAX would otherwise look for the chip. Call this function
-    before JAX starts.
+    If a chip's compiler is installed, JAX would otherwise look for the chip.
     """
     jax.config.update("jax_platforms", "cpu")
 
 
 def device_of(chip: str) -> jax.Device:
-    """Return a device that programs can be compiled for, but that runs none.
+    """Return a device of a chip in `CHIPS`. Programs can be compiled for it, but not run.
 
     Raises:
         ValueError: The chip's compiler is not installed.

@@ -18,7 +18,7 @@ class Cost(NamedTuple):
     """Cycles that the compiler estimates. 0 if it estimates none."""
 
     def plus(self, other: "Cost", times: float = 1) -> "Cost":
-        """Return the sum of this cost and a multiple of another one."""
+        """Return this cost plus `times` the other cost."""
         return Cost(*(mine + times * its for mine, its in zip(self, other, strict=True)))
 
 
@@ -128,13 +128,13 @@ def _tagged(operation: _Operation) -> bool:
 
 
 def _source(operation: _Operation) -> str:
-    """Return JAX's name of an operation's place in the source, or "" if it has none."""
+    """Return JAX's name of an operation's place in the source, or "" if there is no name."""
     found = re.search(r'op_name="([^"]*)"', operation.rest)
     return found[1] if found else ""
 
 
 def _below(computations: _Computations, name: str) -> Iterator[str]:
-    """Yield the computations that one runs, at any depth."""
+    """Yield the names of computations that a computation runs, at any depth."""
     for inner in _runs(computations[name]):
         yield from (inner, *_below(computations, inner))
 
@@ -144,7 +144,10 @@ def _runs(operations: list[_Operation]) -> Iterator[str]:
 
 
 def _cost(computations: _Computations, name: str, without: Set[str] = frozenset()) -> Cost:
-    """Return the cost of one execution with its loops and branches, but not those in `without`."""
+    """Return the cost of one execution of a computation, with its loops and branches.
+
+    Operations that run a computation in `without` do not count.
+    """
     operations = computations[name]
     shapes = {operation.name: operation.shape for operation in operations}
     total = Cost()
@@ -169,7 +172,7 @@ def _inner_computations(operation: _Operation) -> list[str]:
 
 
 def _named_computation(operation: _Operation, role: str) -> str | None:
-    """Return the computation that an operation names for a role, such as "body"."""
+    """Return the computation that an operation names for a role, such as "body", or None."""
     found = re.search(rf"\b{role}=%?([\w.\-]+)", operation.rest)
     return found[1] if found else None
 
@@ -177,7 +180,7 @@ def _named_computation(operation: _Operation, role: str) -> str | None:
 def _trip_count(computations: _Computations, operation: _Operation) -> float:
     """Return the number of times that a loop runs, or 1 if it is not known.
 
-    It is known if XLA states it, or if the loop's condition compares with a constant.
+    The number is known if XLA states it, or if the loop's condition compares with a constant.
     """
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"', operation.rest)
     if known:
@@ -256,7 +259,7 @@ def _parsed(text: str) -> Iterator[tuple[str, list[_Operation]]]:
 
 
 def _size(shape: str) -> float:
-    """Return the bytes of an array, or of all arrays of a tuple."""
+    """Return the bytes of an array, or of all arrays of a tuple, from the text of its shape."""
     total = 0.0
     for kind, lengths in re.findall(r"\b([a-z]+\d*\w*)\[([\d,]*)\]", shape):
         count = math.prod(int(length) for length in lengths.split(",") if length)

@@ -1,4 +1,4 @@
-"""What runs call at each evaluation, and runs that go on beyond their end."""
+"""Callbacks of runs at each evaluation, and runs that continue beyond their end."""
 
 import csv
 import functools
@@ -163,7 +163,7 @@ def test_csv_has_the_rows(tmp_path):
 
 
 def events(folder):
-    """Values by round and name."""
+    """Return the values of a folder's events by round and name."""
     from tensorboardX.proto.event_pb2 import Event  # pyrefly: ignore[missing-module-attribute]
 
     found = {}
@@ -360,7 +360,7 @@ def test_csv_quotes_and_makes_its_folder(tmp_path):
 
 
 def test_csv_appends_a_row_and_starts_over_at_a_new_column(tmp_path, monkeypatch):
-    """A file of thousands of rows is not written again for each further row."""
+    """A file of thousands of rows is not rewritten for each further row."""
     path, texts = tmp_path / "rows.csv", []
     append = files.append_text
     monkeypatch.setattr(

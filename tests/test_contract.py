@@ -1,4 +1,4 @@
-"""What every algorithm must fulfil, whatever it does inside."""
+"""The contract that every algorithm fulfils."""
 
 import functools
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ from jaxfl.types import Algorithm, Lists
 KEY = jax.random.key(7)
 ROUNDS = 3
 WIDE = {"chunk": 4, "devices": 2}
-"""Of runs on two devices: with the same clients they share a program."""
+"""Options of runs on two devices. Runs with the same clients share a program."""
 USUAL = (
     "local_only",
     "dp_fedavg",
@@ -38,13 +38,13 @@ USUAL = (
     "pdp_fl_examples",
     "prior_corrected",
 )
-"""No communication, client states, public masks, a memory, weights and noise by clients, private
-local steps, an offset in the loss.
+"""Methods whose tests are not slow. They have no communication, client states, public masks, a
+memory, weights and noise by clients, private local steps, or an offset in the loss.
 """
 
 
 def _rows(fast: Iterable[str]) -> pytest.MarkDecorator:
-    """A test of each method; one worker takes all tests of a method, and compiles it once for each shape."""
+    """Return the mark of a test for each method. One worker has all tests of a method."""
     slow = {name: [] if name in fast else [pytest.mark.slow] for name in ALGORITHMS}
     rows = [
         pytest.param(name, marks=[pytest.mark.xdist_group(name), *slow[name]])
@@ -54,7 +54,7 @@ def _rows(fast: Iterable[str]) -> pytest.MarkDecorator:
 
 
 each, some = _rows(USUAL), _rows(["adp_pfl_released"])
-"""Here and in CI; some of them in CI alone."""
+"""Marks that run a test for each method. All but the named methods are slow tests."""
 
 
 def test_methods_that_send_weights_say_so():
@@ -68,13 +68,13 @@ def run(algorithm, clients, *, rounds=ROUNDS, key=KEY, **options):
 
 
 def runner(algorithm, clients, *, chunk=1, devices=1):
-    """Compile for the shapes of `clients`; then any clients of these shapes, up to ROUNDS rounds, and any key."""
+    """Compile rounds for the shapes of `clients`, and return a function that runs up to ROUNDS."""
     devices = jax.devices()[:devices]
     population = place(clients, devices)
     step = compile_rounds(algorithm, population, chunk=chunk, segment=ROUNDS)
 
     def rounds_of(clients, rounds, key, cut=0):
-        """`cut`: after so many rounds, all that is left goes to the host and comes back."""
+        """Run rounds from a key. After `cut` rounds, if not 0, all states visit the host."""
         population = place(clients, devices)
         init_key, run_key, _ = jax.random.split(key, 3)
         left = initialize(init_key, run_key, algorithm, population)
@@ -91,7 +91,7 @@ def runner(algorithm, clients, *, chunk=1, devices=1):
 
 @functools.cache
 def method(name, z=1.0):
-    """A method of the table and its runner."""
+    """Return a method of the table, and its runner for the small clients."""
     algorithm = ALGORITHMS[name](z=z)
     return algorithm, runner(algorithm, small_clients())
 
@@ -187,7 +187,7 @@ def test_neighbours_move_the_aggregate_by_at_most_the_sensitivity(name):
 
 
 def received(server):
-    """Return what the server adds its aggregates to: its parameters, or a total, or both."""
+    """Return the part of a server to which it adds aggregates: parameters, a total, or both."""
     if hasattr(server, "method"):
         return received(server.method), server.total
     return getattr(server, "total", server.params)

@@ -1,4 +1,4 @@
-"""What is refused before anything is computed, in which words, and what is taken."""
+"""Inputs that raise an error before any computation, the words of errors, and valid inputs."""
 
 import contextlib
 import os
@@ -38,7 +38,7 @@ SOURCE = str(pathlib.Path(jaxfl.__file__).parent)
 
 
 class Reached(Exception):  # noqa: N818
-    """A run was about to start."""
+    """An exception that says that a run was about to start."""
 
 
 @pytest.fixture
@@ -53,9 +53,9 @@ def never_runs(monkeypatch):
 
 
 def refused(call, *, named, value=None):
-    """Return what is wrong with the error of a call.
+    """Return a text on what is wrong with the error of a call, or None.
 
-    None stands for a ValueError or TypeError of ours that has the argument's name and its value.
+    None stands for a ValueError or TypeError of the library that has the argument's name and value.
     """
     try:
         call()
@@ -71,7 +71,7 @@ def refused(call, *, named, value=None):
 
 
 def raised_in(trace):
-    """The file of the innermost call of a traceback."""
+    """Return the file of the innermost call of a traceback."""
     while trace.tb_next:
         trace = trace.tb_next
     return trace.tb_frame.f_code.co_filename
@@ -293,7 +293,7 @@ BASE: Any = fedavg(MODEL, local=LocalSGD(optax.sgd(0.05), batch_size=4))
 
 
 def updates(change):
-    """A method whose clients' message, state and info are changed."""
+    """Return a method in which `change` maps a client's message, state and info."""
     return BASE._replace(client_update=lambda *given: change(*BASE.client_update(*given)))
 
 
@@ -376,7 +376,7 @@ def test_client_states_of_another_shape_name_both_shapes(never_runs):
 
 
 class Tokens(nn.Module):
-    """Counts looked-up rows."""
+    """A classifier of tokens: the mean of rows of a table of 200, and a dense layer."""
 
     @nn.compact
     def __call__(self, x):
@@ -484,7 +484,7 @@ def test_models_are_built_without_a_transfer_to_a_device():
 
 
 class Positions(nn.Module):
-    """Looks tokens up in a table of 17, and their positions in a table of 6."""
+    """A network with a table of 17 tokens, and a table of 6 positions."""
 
     @nn.compact
     def __call__(self, tokens):
@@ -493,7 +493,7 @@ class Positions(nn.Module):
 
 
 class Rows(nn.Module):
-    """Looks tokens up in a table of 17 in one of several ways."""
+    """A network that reads a table of 17 tokens in one of several ways."""
 
     way: str
 
@@ -524,7 +524,7 @@ class Looked(nnx.Module):
 
 
 class Clamped(nn.Module):
-    """Gives padding of -1 a row of its own."""
+    """A network whose table has a further row for the padding -1."""
 
     @nn.compact
     def __call__(self, tokens):

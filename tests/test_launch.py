@@ -24,7 +24,7 @@ LAUNCH = [sys.executable, "-m", "jaxfl.launch"]
 
 
 def program(what, *arguments):
-    """Of one process."""
+    """Run one of the launched processes, with the behaviour `what`."""
     process = distributed.global_state.process_id
     if what == "fail":  # where facts differ; process 1 first
         processes.agree({"same": "for all"})
@@ -44,7 +44,7 @@ def program(what, *arguments):
 
 
 class Child(subprocess.Popen):
-    """A process that ends with a signal once it was sent so many, or at once with an exit code."""
+    """A process that ends after some signals, or at once if it needs none."""
 
     def __init__(self, *arguments, signals=0, **options):
         self.left, self.options, self.got, self.end = signals, options, [], threading.Event()
@@ -140,7 +140,7 @@ NOT_IN_A_CLUSTER = (
 
 
 def slurm(tasks, task, nodes=1, **more):
-    """Slurm's variables in a task of a node with so many tasks."""
+    """Return Slurm's variables in a task, on a node with `tasks` tasks."""
     named = {
         "JOB_ID": "7",
         "STEP_NODELIST": "n[1-9]",
@@ -155,14 +155,14 @@ def slurm(tasks, task, nodes=1, **more):
 
 
 def open_mpi(tasks, task):
-    """Open MPI's variables in a task of a node with so many tasks."""
+    """Return Open MPI's variables in a task, on one of two nodes with `tasks` tasks each."""
     world = {"SIZE": 2 * tasks, "RANK": task, "LOCAL_SIZE": tasks, "LOCAL_RANK": task}
     uri = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"}
     return uri | {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in world.items()}
 
 
 def open_mpi_5(tasks, task):
-    """Variables of Open MPI 5, which has no daemon of that name."""
+    """Return the variables of Open MPI 5, which has no `orte` daemon."""
     variables = open_mpi(tasks, task) | {"OMPI_VERSION": "5.0.11"}
     return {name: value for name, value in variables.items() if "orte" not in name}
 
@@ -276,7 +276,7 @@ def test_without_a_cluster_one_line_says_so(cluster, capsys):
     ("allocation", "found"), [({}, None), (slurm(1, 0, nodes=2), None), (slurm(1, 0, nodes=2), 1)]
 )
 def test_open_mpi_5_needs_a_coordinator(allocation, found, cluster, capsys, monkeypatch):
-    """Within a job of Slurm, too, whose variables describe other tasks, and with mpi4py."""
+    """This also holds with mpi4py, and in a Slurm job, whose variables describe other tasks."""
     types = [kind for kind in ClusterEnv._cluster_types if kind.name == "slurm"]
     monkeypatch.setattr(ClusterEnv, "_cluster_types", types)
     monkeypatch.setattr(launch, "find_spec", lambda name: found)
@@ -406,7 +406,7 @@ def test_signals_are_only_noted():
 
 @pytest.fixture
 def start(monkeypatch):
-    """Start this file; what its processes say is a pipe that ends with the last of them."""
+    """Return a function that starts this file. Its error pipe ends with the last process."""
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
     with contextlib.ExitStack() as stack:
 

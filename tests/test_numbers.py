@@ -32,7 +32,7 @@ def committed():
 
 
 def numbers(result):
-    """What a run leaves behind, in few numbers; of all processes' clients."""
+    """Return a run's results in few numbers, with the clients of all processes."""
     states = (
         multihost_utils.process_allgather(result.states, tiled=True),
         jax.device_get(result.memory),
@@ -78,7 +78,7 @@ def test_simulate(name, store):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_sweep(name):
-    """Of two keys; the second one's point is another run."""
+    """A sweep has two keys. The first key's numbers are those of the single run."""
     keys = jax.numpy.stack([KEY, jax.random.key(12)])
     first, second = sweep(keys, ALGORITHMS[name], {}, small_clients(), **RUN)
     check(name, numbers(first))
@@ -96,7 +96,7 @@ def test_two_processes(tmp_path, monkeypatch):
 
 
 def main(path):
-    """Of one process, or of several: write the numbers of all five."""
+    """Write the numbers of all five algorithms, in one process or in several."""
     found = {
         name: numbers(simulate(KEY, ALGORITHMS[name](), small_clients(), **RUN)) for name in NAMES
     }
@@ -106,7 +106,7 @@ def main(path):
 
 
 def _lines(own):
-    """An entry per line, in single precision."""
+    """Return the text of numbers with eight digits, a line for each entry."""
     rounded = {
         entry: np.vectorize(lambda x: float(f"{x:.8g}"))(np.asarray(value))
         for entry, value in own.items()

@@ -1,4 +1,4 @@
-"""Adaptive optimizers of a server, by the algorithm of their paper in NumPy, and who takes one."""
+"""A server's adaptive optimizers, compared with their paper in NumPy, and methods with one."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ SECOND = {
     "fedyogi": lambda v, d: v - (1 - BETA2) * d**2 * np.sign(v - d**2),
     "fedadam": lambda v, d: BETA2 * v + (1 - BETA2) * d**2,
 }
-"""Lines 10 to 12 of Algorithm 2."""
+"""Second moments from v and d, by lines 10 to 12 of Algorithm 2."""
 
 
 @pytest.mark.parametrize("name", SECOND)

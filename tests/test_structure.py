@@ -1,4 +1,4 @@
-"""The order of the rooms: who may import whom, and that signatures name what they take."""
+"""The layers of modules, which restrict imports, and signatures that name their arguments."""
 
 import ast
 import inspect
@@ -16,7 +16,7 @@ LAYERS = [
     # The first paragraph is a comment.
     for layer in (ROOT.parent / "docs/layers.txt").read_text().split("\n\n")[1:]
 ]
-"""Rooms by layer, as `docs/design.md` shows them. A room imports from no later layer."""
+"""Modules by layer, as `docs/design.md` shows them. A module imports from no later layer."""
 MODULES = {
     ".".join(("jaxfl", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(
         ".__init__"
@@ -26,7 +26,7 @@ MODULES = {
 
 
 def imports(module):
-    """Modules of the library that a module imports where it is imported itself."""
+    """Yield the modules of the library that a module imports at its own import."""
     tree = ast.parse(MODULES[module].read_text())
     deferred = {
         node
@@ -80,7 +80,7 @@ def test_no_module_imports_itself_by_way_of_others():
 
 @pytest.mark.parametrize("name", algorithms.__all__)
 def test_a_builder_names_all_of_its_arguments(name):
-    """Editors complete what a signature has, and documents show it."""
+    """Editors complete the arguments of a signature, and the reference shows them."""
     parameters = inspect.signature(getattr(algorithms, name)).parameters.values()
     assert not [own.name for own in parameters if own.kind is own.VAR_KEYWORD]
 

@@ -1,4 +1,4 @@
-"""Tasks: losses and metrics against scikit-learn and NumPy, and runs of tasks other than classification."""
+"""Tasks: losses and metrics, compared with scikit-learn and NumPy, and runs of each task."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ RNG = np.random.default_rng(0)
 
 
 def score(metric, outputs, labels, batches=3):
-    """A metric over batches, the last of which is padded with an example that must not count."""
+    """Return a metric over batches, each of which is padded with an example that must not count."""
     total = None
     for o, y in zip(np.array_split(outputs, batches), np.array_split(labels, batches), strict=True):
         o, y = np.concatenate([o, np.full_like(o[:1], np.nan)]), np.concatenate([y, y[:1]])
@@ -123,7 +123,7 @@ def test_areas_are_exact_with_ties_and_in_any_batches(classes, size):
 
 
 def in_batches(metric, outputs, labels, batch):
-    """A score by batches with padding, from zeros as in an evaluation."""
+    """Return a metric over padded batches, from zeros as in an evaluation."""
     total = None
     for start in range(0, len(labels), batch):
         own = outputs[start : start + batch], labels[start : start + batch]
@@ -225,12 +225,12 @@ class Tokens(nn.Module):
 
 
 def slow(name):
-    """In CI alone."""
+    """Mark a case as slow."""
     return pytest.param(name, marks=pytest.mark.slow)
 
 
 def data_of(name):
-    """A model and clients of a task."""
+    """Return a model and clients of a task."""
     n = 64
     x = RNG.normal(size=(n, 6)).astype(np.float32)
     if name == "regression":
@@ -411,7 +411,7 @@ def test_r2_keeps_its_digits_where_targets_lie_far_from_0(mean, std, batches):
 
 @pytest.mark.parametrize(("mean", "std"), [(1e6, 0.5), (1e8, 8.0)])
 def test_r2_does_not_drift_over_batches(mean, std):
-    """Single precision has steps of 0.06 and 8 at these means, which the mean of all batches may lie between."""
+    """At these means single precision has steps of 0.06 and 8, so a mean may lie between two."""
     rng = np.random.default_rng(5)
     labels = (mean + std * rng.normal(size=1000)).astype(np.float32)
     outputs = (labels + 0.3 * std * rng.normal(size=1000)).astype(np.float32)
@@ -454,7 +454,7 @@ def test_r2_of_a_run_is_scikit_learns():
 
 
 class Far(nn.Module):
-    """Outputs that know half of the target."""
+    """A network whose outputs follow half of the target, at a distance of 2000."""
 
     @nn.compact
     def __call__(self, x):
@@ -501,7 +501,7 @@ def test_unknown_metrics_are_refused(make, name):
     ],
 )
 def test_the_contract_holds_for_other_tasks(name, method):
-    """Equal to the plain twin, whatever the chunk, the devices and the store of the states; ledger and epsilon."""
+    """Results equal the plain twin's for any chunk, devices and store, with ledger and epsilon."""
     model, clients = data_of(name)
     if method == "feddpa":  # Fisher information of each client's own examples, and client states
         local = jaxfl.LocalSGD(optax.sgd(0.1), batch_size=4)

@@ -37,7 +37,7 @@ def assert_same(a, b):
 
 
 def by_size(key, model, params, data):
-    """A risk that a test can follow."""
+    """Return a client's risk as 1 plus its number of examples, which a test can compute."""
     return 1.0 + data.size
 
 
@@ -202,7 +202,7 @@ def test_sound_client_budgets_follow_released_risks_and_keep_the_epsilon():
 
 @pytest.mark.slow
 def test_the_filter_stops_clients_in_the_engine():
-    """Planned for 3 of 8 rounds, and all would take part in each."""
+    """The budget lasts for 3 of 8 rounds, and all clients would take part in each round."""
     plan = client_noise(fixed_budgets(1.0, 8), 4.0, participation=3 / 8, accountant="pld")
     options: dict[str, Any] = {
         **LOCAL,
@@ -239,7 +239,7 @@ def test_adaptive_rounds_compile_once():
 
 
 def test_a_dropped_update_releases_the_least_risk():
-    """With the noise that every release has, so that nobody learns of it."""
+    """The released risk has the usual noise, so that nobody learns of the dropped update."""
     noise = ClientNoise((1.0,), 1e-7, 1e-6)
     options: dict[str, Any] = {
         "risks": "private",
@@ -306,7 +306,7 @@ def test_wrong_arguments(options, message):
 
 
 def test_by_default_an_mth_of_the_noise_is_drawn_and_counted():
-    """(22): sensitivity C/m of the mean of m participants, all of whom are always there."""
+    """By (22) the mean of m participants has the sensitivity C/m. All take part in each round."""
     options: dict[str, Any] = {**PRIVATE, "sampling": FixedSize(len(SIZES)), "mask": None}
     found = run(adp_pfl_paper(MODEL, noise=(20.0, 10.0, 10.0), **options))
     m = len(SIZES)
@@ -333,7 +333,7 @@ def test_the_number_of_participants_must_be_known():
 
 @pytest.mark.slow
 def test_weights_by_data_sizes_are_the_mechanisms():
-    """Line 23: sum |D_i| w_i / |D| over the participants."""
+    """By line 23 the mean over the participants is sum |D_i| w_i / |D|."""
     sizes = np.array(SIZES, float)
     method = adp_pfl_paper(
         MODEL, noise=0.0, sampling=FixedSize(5), upload="weights", mask=None, clip=1e6, **LOCAL
@@ -352,7 +352,7 @@ def test_weights_by_data_sizes_are_the_mechanisms():
 
 @pytest.mark.parametrize("build", [fisher_percentile, fisher_threshold])
 def test_masks_may_square_the_mean_gradient_instead(build):
-    """(13) to the letter: the coordinates that are kept are those of the squared gradient of the mean loss."""
+    """By the text of (13), a mask keeps the largest squared gradients of the mean loss."""
     at = 50.0 if build is fisher_percentile else 0.05
     algorithm = adp_pfl(MODEL, noise=1.0, mask=build(at, square="mean"), **PRIVATE)
     server, _ = algorithm.init(KEY, len(SIZES))

@@ -1,4 +1,4 @@
-"""The map's recipe: DP-FedAvg's messages, and on each client the parts that it is made of."""
+"""The map's recipe sends DP-FedAvg's messages, and each client combines the parts of the recipe."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def recipe(**changed):
 
 
 def base(train):
-    """DP-FedAvg, which trains through maps if there is a penalty of maps in rounds."""
+    """Return DP-FedAvg, which trains through maps of logits unless the penalty `train` is None."""
     plain = dp_fedavg(MODEL, local=LOCAL, **PRIVATE)
     return plain if train is None else matrix_scaled(plain, penalty=4.0, train=train)
 
@@ -55,7 +55,7 @@ def test_what_is_sent_is_dp_fedavgs_to_the_bit(train):
 
 
 def adapted(penalty, smoothing):
-    """The parts of the recipe, put together by hand."""
+    """Return DP-FedAvg with a map of logits, or else a correction, or else as it is."""
     if penalty is not None:
         return matrix_scaled(base(None), penalty=penalty)
     return base(None) if smoothing is None else prior_corrected(base(None), smoothing=smoothing)

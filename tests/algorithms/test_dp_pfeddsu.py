@@ -1,4 +1,4 @@
-"""DP-pFedDSU: its oracles, and what its statement says of private masks."""
+"""DP-pFedDSU against simple computations, and its statement about private masks."""
 
 from functools import partial
 from typing import Any

@@ -47,7 +47,7 @@ def printed(**options):
 
 
 def moved(algorithm):
-    """A server and a client that differ everywhere, and the client's update."""
+    """Return a server, a client that differs everywhere, and its message, state and info."""
     server, _ = algorithm.init(KEY, len(SIZES))
     client = jax.tree.map(
         lambda leaf: leaf + 0.1 * jax.random.normal(KEY, leaf.shape), server.params

@@ -62,7 +62,7 @@ def test_evaluation_refits_the_head_of_every_client_and_keeps_nothing():
 
 
 def start_heads(algorithm, result):
-    """The heads as they were before the first round."""
+    """Return the first client's head before the first round."""
     init_key = jax.random.split(KEY, 3)[0]
     return jax.tree.map(lambda leaf: leaf[0], algorithm.init(init_key, len(SIZES))[1])
 

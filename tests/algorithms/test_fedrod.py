@@ -26,7 +26,7 @@ def softmax(logits):
 
 @pytest.mark.parametrize("class_weights", [None, tuple(range(1, 11))])
 def test_one_step_of_a_linear_model_is_numpys(class_weights):
-    """Both gradients are features times probabilities less labels, with the counts of classes in one of them."""
+    """Both gradients are features times (probabilities - labels). One has the counts of classes."""
     model = LINEAR._replace(task=classification(class_weights=class_weights))
     method = fedrod(model, clip=1e6, noise_multiplier=0.0, sampling=Full(), local=STEP)
     data = client_data()

@@ -19,7 +19,7 @@ LINEAR = mlp((8, 8, 1), 10, hidden=())
 RATE = 0.3
 STEPS = 4
 WHOLE = LocalSGD(optax.sgd(RATE), batch_size=16, epochs=STEPS)
-"""Each step on all examples of a client, so that their order does not matter."""
+"""Training whose steps take all examples of a client, so that their order does not matter."""
 
 
 def assert_same(a, b):
@@ -35,7 +35,7 @@ def start_of(method):
 
 
 def descended(params, index, offset=0.0):
-    """Gradient descent of a softmax regression on a client's examples, by NumPy."""
+    """Return the weights after gradient descent of a softmax regression on a client, in NumPy."""
     clients = small_clients()
     rows = clients.train[index]
     x = np.asarray(LINEAR.prepare(jnp.asarray(clients.inputs[rows])), np.float64).reshape(
@@ -109,7 +109,7 @@ def test_of_the_head_it_is_dp_fedavg_fb():
 
 @pytest.mark.parametrize("parts", [None, ("head",)])
 def test_features_of_a_corrected_model_are_fitted_like_the_whole(parts):
-    """A head is fitted on features that are computed once; without a split it takes the long way."""
+    """A head is fitted on features that are computed once. Without a split all layers run."""
     base = prior_corrected(fedavg(MODEL), smoothing=0.2)
     unsplit = base._replace(model=base.model._replace(extract=None, classify=None))
     server = start_of(base)

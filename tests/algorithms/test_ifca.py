@@ -61,7 +61,7 @@ def test_a_client_trains_the_model_that_numpy_finds_best_and_no_other():
 
 
 def test_padding_chooses_no_model():
-    """With no examples all losses are 0, whatever the padding would say."""
+    """A client without examples has losses of 0 for all models, whatever is in its padding."""
     empty = dataclasses.replace(client_data(), size=jnp.array(0))
     method = ifca(LINEAR, clusters=3, local=STEP)
     for several in (models(3), jax.tree.map(lambda leaf: leaf[::-1], models(3))):
@@ -79,7 +79,7 @@ def test_a_model_of_nan_is_chosen_last():
 
 
 def test_the_servers_step_divides_by_the_clients_that_it_expects_in_a_cluster():
-    """Of 8 participants and 4 models, each model moves by the sum of its clients' updates over 2."""
+    """With 8 participants and 4 models, a model moves by the sum of its clients' updates / 2."""
     method = ifca(LINEAR, clusters=4, local=STEP)
     several = models(4)
     total = models(4, scale=3.0)

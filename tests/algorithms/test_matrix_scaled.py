@@ -30,7 +30,7 @@ def softmax(logits):
 
 
 def drawn(examples=EXAMPLES, classes=3, seed=0):
-    """Logits of one block, and labels that mostly follow the largest, shifted by one."""
+    """Return logits `[1, N, K]`, and labels: mostly the class after that of the largest logit."""
     generator = np.random.default_rng(seed)
     logits = 2 * generator.standard_normal((1, examples, classes)).astype(np.float32)
     labels = (logits.argmax(-1) + 1) % classes
@@ -131,7 +131,7 @@ def test_a_client_that_renames_its_classes_translates_them():
 
 
 def test_local_steps_descend_through_the_map():
-    """One step on all of a client's examples, by NumPy."""
+    """A step on all of a client's examples is the same in NumPy."""
     rate = 0.5
     method = matrix_scaled(fedavg(LINEAR, local=LocalSGD(optax.sgd(rate), 16)), train=2.0, steps=9)
     server, _ = method.init(KEY, 1)

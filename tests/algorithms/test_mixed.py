@@ -1,4 +1,4 @@
-"""Mixtures of a local model's predictions and a method's."""
+"""Mixtures of the predictions of a local model and of a method."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ INPUTS = DIGITS.test_inputs[:30]
 
 
 def data_of(rows, padding=4, labels=DIGITS.train_labels):
-    """A client with these rows of the digits."""
+    """Return a client with these rows of the digits, and with padding."""
     return ClientData(
         jnp.asarray(DIGITS.train_inputs),
         jnp.asarray(labels),
@@ -38,13 +38,13 @@ def log_softmax(logits):
 
 
 def own_model(data):
-    """The model that a client trains alone."""
+    """Return the weights of the model that a client trains alone."""
     start = MODEL.init(jax.random.fold_in(KEY, _INIT))
     return LOCAL.train(jax.random.fold_in(KEY, _TRAINING), MODEL, start, data)[0]
 
 
 def at_weight(method, params, weight):
-    """The mixture's outputs for a weight."""
+    """Return the outputs of a mixture whose local model has the given weight."""
     mixture = params["mixture"]._replace(weight=jnp.float32(weight))
     x = method.model.prepare(jnp.asarray(INPUTS))
     return np.asarray(method.model.apply({**params, "mixture": mixture}, x))
@@ -72,7 +72,7 @@ def test_the_ends_are_the_two_models_and_between_are_their_mixtures(wrap):
 @pytest.mark.parametrize("pick", [False, True])
 @pytest.mark.parametrize("strength", [0.0, 0.6, 1.0])
 def test_the_weight_has_the_least_loss_on_examples_left_out(pick, strength):
-    """A model that is fitted to all examples serves as the method's, more or less of it."""
+    """The method's model lies between a first model and one that is fitted to all examples."""
     rows = np.arange(40)
     data, folds = data_of(rows), 3
     good = LocalSGD(optax.sgd(0.2), 16, 40).train(KEY, MODEL, MODEL.init(KEY), data)[0]
@@ -216,7 +216,7 @@ def test_vectorised_clients_are_single_ones():
 
 
 def numbers():
-    """Regression: the sum of a picture, by one output."""
+    """Return targets of a regression: the mean pixel of each training picture, in [0, 1]."""
     targets = DIGITS.train_inputs.reshape(len(DIGITS.train_inputs), -1).mean(axis=1) / 16
     return targets.astype(np.float32)
 

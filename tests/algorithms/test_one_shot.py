@@ -111,7 +111,7 @@ def test_a_client_without_examples_has_the_servers_head(build):
 
 @BUILDERS
 def test_statistics_are_no_longer_than_the_docstring_says(build):
-    """One class and features of the full length reach the bound of the docstring."""
+    """Statistics of one class, with features of full length, reach the docstring's bound."""
     radius = 0.5
     model = from_flax_linear()
     inputs = np.full((4, 9), 10.0, np.float32)

@@ -1,4 +1,4 @@
-"""DP-FedSAM, Fed-SMP and BLUR + LUS: DP-FedAvg with one change each, and DP-FedAvg without it."""
+"""DP-FedSAM, Fed-SMP and BLUR + LUS, each of which is DP-FedAvg with one change."""
 
 import math
 from typing import Any

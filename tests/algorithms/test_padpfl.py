@@ -42,7 +42,7 @@ def published(**options):
 
 
 def printed(p, **options):
-    """The paper's noise in absolute units: sigma_U, and sigma_D of one round with everyone."""
+    """Return the paper's sigma_U, and sigma_D of a round with all clients, times the clip bound."""
     defaults: dict[str, Any] = {"clip": 1.0, "epsilon": 1.0, "delta": 0.01, "smallest": 100}
     mechanism = published(impacts=np.asarray(p), **defaults | options).mechanism
     numbers = round_numbers(mechanism, len(p), jnp.int32(0))
@@ -229,7 +229,7 @@ def test_inexactness_is_the_ratio_of_gradients():
 
 
 def quadratics(rng, clients=5, d=3):
-    """F_i(w) = (w - c_i)' A_i (w - c_i) / 2, and the constants of the bound's assumptions for equal factors."""
+    """Draw A [C, d, d] and c [C, d] of the losses (w - c_i)' A_i (w - c_i) / 2."""
     a = np.stack([np.diag(rng.uniform(0.5, 1.0, d)) for _ in range(clients)])
     c = rng.normal(size=(clients, d)) * 0.1 + 1.0
     return a, c

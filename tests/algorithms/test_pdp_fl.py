@@ -43,7 +43,7 @@ def published(asked, levels=None, **options):
 
 
 def printed(asked, **options):
-    """Noise in one round of everyone: a client's; on the mean, all clients' together and the server's."""
+    """Return noise in a round of all clients: of one client, and on the mean by all and server."""
     mechanism = published(asked, smallest=100, **options).mechanism
     numbers = round_numbers(mechanism, len(asked), jnp.int32(0))
     present = jnp.sum((numbers.weights * numbers.client_noise) ** 2)
@@ -86,7 +86,7 @@ def test_printed_noise(asked, expected):
 
 
 def by_levels(levels, epsilon_max, **options):
-    """The server's noise on the mean when everyone takes part, by levels."""
+    """Return the server's noise on the mean by the rule of levels, if all clients take part."""
     method = published(
         [1.0] * len(levels), levels, smallest=100, epsilon_max=epsilon_max, **options
     )
@@ -361,7 +361,7 @@ def test_wrong_preferences_name_themselves(wrong, name):
 
 
 def test_noise_that_shows_the_cohort_is_not_amplified():
-    """The server's noise by levels comes on top of what the participants bring."""
+    """The server adds its noise by levels to the noise of the participants."""
     rule: dict[str, Any] = {
         "epsilon_max": 5.0,
         "smallest": 1,

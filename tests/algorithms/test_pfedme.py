@@ -28,7 +28,7 @@ def assert_close(a, b, **tolerance):
 
 
 def whole(rate, steps):
-    """Steps on batches that hold all of a client's examples."""
+    """Return training whose batches have all examples of a client."""
     return LocalSGD(optax.sgd(rate), 16, steps=steps)
 
 

@@ -116,7 +116,7 @@ def test_a_second_copy_is_not_trained_by_steps_that_are_accounted_once():
 
 
 FILLED = small_clients((9, 4, 7, 6))
-"""Silos that all have examples: one without stays where it starts."""
+"""Silos that all have examples, because a silo without examples keeps its first weights."""
 
 
 def private_steps(rate=0.1, steps=4):

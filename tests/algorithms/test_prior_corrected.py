@@ -1,4 +1,4 @@
-"""Predictions by a client's own counts of labels."""
+"""Predictions that are corrected by a client's own counts of labels."""
 
 import functools
 import math
@@ -39,13 +39,13 @@ RUN = {"rounds": 2, "progress": False}
 
 
 def strong(seed=0):
-    """Random weights whose logits differ by hundreds."""
+    """Return random weights whose logits differ by hundreds."""
     params = MODEL.init(jax.random.key(seed))
     return jax.tree.map(lambda leaf: 30 * jax.random.normal(KEY, leaf.shape), params)
 
 
 def own_data(rows):
-    """A client with these rows of the digits."""
+    """Return a client with these rows of the digits, and with five positions of padding."""
     rows = np.asarray(rows)
     return ClientData(
         jnp.asarray(DIGITS.train_inputs),
@@ -56,7 +56,7 @@ def own_data(rows):
 
 
 def rows_of(counts):
-    """The first rows of the digits with so many examples of each class."""
+    """Return the first training rows of the digits with `counts[k]` examples of each class k."""
     labels = DIGITS.train_labels
     return np.concatenate([np.flatnonzero(labels == k)[:count] for k, count in enumerate(counts)])
 
@@ -127,7 +127,7 @@ def test_smoothing_lets_a_sure_model_predict_an_absent_class():
 
 
 def test_a_restricted_client_trains_without_nan():
-    """Padding has label 0, which the restriction rules out for most."""
+    """Padding has label 0, which most clients do not have."""
     base = fedavg(MODEL, local=LocalSGD(optax.sgd(0.1), 4))
     method = prior_corrected(base, smoothing=0.0, train=True)
     result = simulate(KEY, method, small_clients(), **RUN)
@@ -136,7 +136,7 @@ def test_a_restricted_client_trains_without_nan():
 
 
 def test_local_steps_descend_on_the_corrected_loss():
-    """One step on all of a client's examples, by NumPy."""
+    """A step on all of a client's examples is the same in NumPy."""
     rate, smoothing = 0.5, 0.3
     method = prior_corrected(
         fedavg(LINEAR, local=LocalSGD(optax.sgd(rate), 16)),
@@ -179,7 +179,7 @@ def test_the_offset_ends_with_the_local_step():
 
 LOSS_OF_ITS_OWN = {"ppsgd", "dp_ridge", "dp_prototypes"}
 REFUSED = {"mr_mtl", "pdp_fl_examples"}
-"""Methods of private local steps."""
+"""Methods with private local steps, in which a correction raises an error."""
 TWICE = {"fine_tuned", "prior_corrected", "prior_corrected_released", "mixed"}
 
 
@@ -203,7 +203,7 @@ def test_examples_that_are_protected_one_by_one_have_no_correction_in_training(n
 
 
 def test_a_correction_in_private_steps_would_let_an_example_move_the_others():
-    """Why that is refused: another label of one example changes the gradients of all."""
+    """Another label of one example changes the gradients of all, hence the error."""
     labels = np.array(DIGITS.train_labels)
     rows = rows_of([3, 3, 0, 0, 0, 0, 0, 0, 0, 0])
     changed = np.bincount(np.where(rows == rows[0], 5, labels[rows]), minlength=10)
@@ -255,7 +255,7 @@ def test_smoothing_of_a_sweep_is_that_of_single_runs():
 
 
 def test_private_predictions_gain_where_clients_have_few_classes():
-    """Knowing two classes of ten lifts a noisy model by far: guessing is right half of the time."""
+    """With two known classes of ten, even a guess is right half of the time."""
     base = dp_fedavg(
         LINEAR,
         clip=0.5,
@@ -309,11 +309,11 @@ def test_private_steps_are_corrected_at_the_evaluation():
 
 
 W = 0.2
-"""A share of the clip bound for counts of labels."""
+"""Share of the clip bound that the counts of labels get."""
 
 
 def label_shares(clients):
-    """Each client's shares of classes; zeros where it has no example."""
+    """Return each client's shares of classes `[C, K]`. They are 0 without examples."""
     counts = [
         np.bincount(clients.labels[clients.train[index][:size]], minlength=10)
         for index, size in enumerate(clients.train_size)
@@ -323,7 +323,7 @@ def label_shares(clients):
 
 @pytest.mark.parametrize("bound", [1e-3, 1e3, math.inf])
 def test_without_noise_the_released_shares_are_the_mean_of_all_clients(bound):
-    """Also where the bound shortens every update."""
+    """This holds even if the clip bound shortens every update."""
     clients = small_clients()
     local = LocalSGD(optax.sgd(0.1), 4)
     base = fedavg(MODEL, local=local, mechanism=Mechanism(clip=bound))
@@ -344,14 +344,14 @@ def test_without_a_bound_the_shared_model_is_the_methods():
 
 
 def counted(rounds):
-    """A server after rounds that released these shares of classes."""
+    """Return the server's state after rounds that released these shares of classes."""
     rounds = np.reshape(np.asarray(rounds, np.float32), (-1, 10))
     total = jnp.asarray(rounds.sum(axis=0))
     return Counted((), total, jnp.sum(jnp.asarray(rounds) ** 2), jnp.float32(len(rounds)))
 
 
 def test_probabilities_are_divided_by_the_released_shares():
-    """One share is too small and counts as a tenth of 1 / 10, and so does one below 0."""
+    """A share that is too small, or below 0, counts as a tenth of 1 / 10."""
     counts = np.array([4, 0, 1, 7, 0, 0, 2, 0, 0, 1])
     shared = np.array([30, 20, 9, 9, 8, 8, 8, 8, 0.1, -0.1]) / 100
     params, inputs = MODEL.init(KEY), DIGITS.test_inputs[:20]
@@ -369,7 +369,7 @@ def test_probabilities_are_divided_by_the_released_shares():
 
 
 def test_noisy_shares_are_drawn_towards_uniform_ones():
-    """By the squared standard error of their mean over rounds, in NumPy."""
+    """The weight is the squared standard error of their mean over rounds, here in NumPy."""
     generator = np.random.default_rng(0)
     shares = 0.6 ** np.arange(10) * 0.4
     rounds = shares + 0.1 * generator.normal(size=(20, 10))
@@ -410,7 +410,7 @@ def test_clients_with_equally_many_of_each_class_change_no_prediction():
 @pytest.mark.parametrize("shares", [np.eye(10)[3], np.full(10, 0.1), np.zeros(10)])
 @pytest.mark.parametrize("length", [0.0, 0.5, 0.99, 1.0, 1.5, 1e4])
 def test_the_bound_holds_for_update_and_shares_together(length, shares):
-    """And it leaves the shares at w C, whatever the update, as the closed form says."""
+    """The shares keep the length w C for any update, as the closed form says."""
     bound, share = 0.3, 0.9
     direction = np.array([[0.6, 0.0], [0.0, -0.8]])
     update = {"w": jnp.asarray(length * bound * direction, jnp.float32)}
@@ -496,7 +496,7 @@ def test_without_released_shares_all_but_the_evaluation_is_the_methods():
 
 @pytest.mark.slow
 def test_released_shares_of_a_sweep_are_those_of_single_runs():
-    """0 among them is pi uniform, and nothing about labels is sent."""
+    """At 0 the shares are uniform, and nothing about labels is sent."""
     base = fedavg(MODEL, local=LocalSGD(optax.sgd(0.1), 4), mechanism=Mechanism(clip=0.2))
 
     def build(released):
@@ -521,7 +521,7 @@ def test_stale_clients_release_shares_too():
 
 
 def test_released_shares_help_where_some_classes_are_rare_everywhere():
-    """A shared model knows that they are rare, which a client's own shares would say once more."""
+    """A shared model already knows that they are rare. A client's shares would count it twice."""
     generator = np.random.default_rng(0)
     shares = generator.dirichlet(3 * 0.4 * 0.6 ** np.arange(10), 100)
 

@@ -17,7 +17,7 @@ KEY = jax.random.key(31)
 PRIVATE: dict[str, Any] = {"clip": CLIP, "noise_multiplier": 1.0, "sampling": Poisson(0.6)}
 RATE, STEPS, CLIENTS = 0.3, 4, 4
 WHOLE: dict[str, Any] = {"learning_rate": RATE, "batch_size": 16, "steps": STEPS}
-"""Batches that hold all of a client's examples."""
+"""Options of SCAFFOLD whose batches have all examples of a client."""
 
 
 def run(algorithm, clients=None, rounds=3, **options):

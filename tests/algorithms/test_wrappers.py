@@ -1,4 +1,4 @@
-"""What goes around any method: FedBuff, lying clients, and what changes evaluations alone."""
+"""Wrappers of any method: FedBuff, lying clients, and those that change only evaluations."""
 
 import dataclasses
 import functools
@@ -60,7 +60,7 @@ def test_without_staleness_it_is_the_method_itself(name):
 
 
 def test_clients_start_from_old_broadcasts_and_count_less():
-    """The server counts rounds; a client sends what it got: the mean over staleness is known."""
+    """The server counts rounds, and clients send the count, so that the mean is known."""
     counting = fedavg(MODEL, mechanism=Mechanism(clip=1e6))._replace(
         init=lambda key, number: (jnp.zeros(2), ()),
         client_update=lambda key, server, client, data: (Message(server), client, {}),
@@ -79,7 +79,7 @@ def test_clients_start_from_old_broadcasts_and_count_less():
 
 
 def test_a_client_has_its_own_staleness():
-    """As above, but each client's age is given, so that the mean is known without a draw."""
+    """The server counts rounds, and each client's staleness is given, so that no draw is needed."""
     counting = fedavg(MODEL, mechanism=Mechanism(clip=1e6))._replace(
         init=lambda key, number: (jnp.zeros(2), ()),
         client_update=lambda key, server, client, data: (Message(server), client, {}),
@@ -164,7 +164,7 @@ def test_liars_send_the_opposite_or_noise_and_others_are_as_ever():
 
 @pytest.mark.slow
 def test_robust_aggregates_survive_liars_that_break_a_mean():
-    """Three of eleven clients send 20 times the opposite."""
+    """Three of eleven clients send -20 times their update."""
     reached = {}
     for name, mechanism in {
         "mean": Mechanism(clip=1e3, sampling=Full()),
@@ -198,7 +198,7 @@ AROUND = {
     ),
     "prior_corrected(mixed)": lambda base: prior_corrected(mixed(base, local=QUICK), train=False),
 }
-"""Of these, a method's clients send what they sent."""
+"""Wrappers that leave the messages of a method as they are."""
 
 
 @pytest.mark.parametrize("name", AROUND)

@@ -1,4 +1,4 @@
-"""The measurements of an accelerator: which parts run, what is written, and shares of one rate."""
+"""Measurements of an accelerator: the parts that run, the written file, and shares of one rate."""
 
 import json
 import math
@@ -30,7 +30,7 @@ def raises() -> Any:
 
 @pytest.fixture
 def measured(monkeypatch, tmp_path):
-    """Function that runs parts of this module, and returns the exit code and what was written."""
+    """Return a function that runs parts, and returns exit code and written results."""
     # The parts' processes import this module, and need neither JAX nor the library.
     from benchmarks import accelerator
 

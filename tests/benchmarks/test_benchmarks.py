@@ -13,7 +13,7 @@ from tools.footprint.ahead import products
 
 
 def _residual(side: int, before: int, width: int) -> list[float]:
-    """A ResNet20 stage: its first convolution may widen, five more do not."""
+    """Return the FLOPs of the six convolutions of a ResNet20 stage. The first one may widen."""
     return [2.0 * side**2 * width * 9 * channels for channels in (before, *5 * (width,))]
 
 

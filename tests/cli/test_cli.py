@@ -215,11 +215,11 @@ def test_a_file_is_utf_8_whatever_the_locale_is(tmp_path, monkeypatch):
 
 
 class _StopError(Exception):
-    """Ends a run before its first round."""
+    """An exception that ends a run before its first round."""
 
 
 def asked(monkeypatch, *words):
-    """The settings and the method of a run that a command line asks for."""
+    """Return the settings and the method of the run that a command line describes."""
 
     def stop(seed, algorithm, *given, **options):
         raise _StopError(algorithm)
@@ -275,7 +275,7 @@ def test_whole_numbers_of_a_method_stay_whole(monkeypatch):
 
 
 def exit_code():
-    """Run the command as a process does, whose hook gets what the command raises."""
+    """Run the command with the hook of a process for errors, and return the exit code."""
     try:
         cli.main()
     except Exception as error:

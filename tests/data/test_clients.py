@@ -27,7 +27,7 @@ EMPTY = np.zeros(0, np.int32)
 
 
 def arrays(train=12, test=6):
-    """Examples that all differ: input i is i in every place, test examples go on counting."""
+    """Return four arrays whose input i is i in every pixel. Test examples continue the count."""
     inputs = np.arange(train + test, dtype=np.uint8)[:, None, None, None] * np.ones(
         (2, 2, 1), np.uint8
     )
@@ -36,7 +36,7 @@ def arrays(train=12, test=6):
 
 
 def examples(clients: Clients, block=0, blocks=1):
-    """What each client of a block reads, through the block's own part of every array."""
+    """Return the (input, label) pairs that each client of a block reads from the block's arrays."""
     own = jax.tree.map(lambda array: np.split(np.asarray(array), blocks)[block], clients)
     return [
         [(own.inputs[row].tolist(), own.labels[row].tolist()) for row in rows[:size]]
@@ -210,7 +210,7 @@ def test_rows_are_indexed_like_the_array(shape):
 
 
 def peak_of(call):
-    """The most bytes that NumPy and Python hold at once during a call, beyond those before it, and its result."""
+    """Return the peak of bytes that a call allocates in NumPy and Python, and its result."""
     tracemalloc.start()
     try:
         result = call()

@@ -1,4 +1,4 @@
-"""Features of an encoder: computed once, kept by content, equal to the published network's."""
+"""Features of an encoder: computed once, cached, and equal to the published network's."""
 
 import collections
 import importlib
@@ -39,7 +39,7 @@ needs_torch = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """A cache folder of each test's own."""
+    """Give each test a cache folder of its own, and return it."""
     monkeypatch.setenv("JAXFL_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -49,7 +49,7 @@ def random_pictures(*shape, seed=0):
 
 
 def dataset(train, test=None):
-    """Pictures of two classes, each with an owner."""
+    """Return a dataset of pictures of two classes, each with an owner."""
     test = train[:1] if test is None else test
     owner = np.arange(len(train))
     labels, test_labels = owner % 2, np.zeros(len(test), int)
@@ -57,7 +57,7 @@ def dataset(train, test=None):
 
 
 class Counted:
-    """An encoder of mean colours, and how often it loads weights and is traced."""
+    """An encoder of mean colours that counts how often it loads weights and is traced."""
 
     def __init__(self, version="1"):
         self.loaded, self.traced = 0, 0
@@ -351,7 +351,7 @@ def test_a_depthwise_convolution_is_a_grouped_one_padded_as_tensorflow_does(size
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
-    """The encoder's weights, from the package."""
+    """Return the encoder's weights, from the installed package."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAXFL_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         yield efficientnet_lite0().load()
@@ -360,10 +360,10 @@ def weights(tmp_path_factory):
 
 
 PLACES = (2, 10, 21, 22, 40, 49)
-"""Numbers of some features."""
+"""Indices of some features."""
 
 OF_TORCH = (1.9021972, 0.37059385, 0.47955602, 2.8132741, 1.9185224, 0.9567528)
-"""These features of the second picture, by the published network in PyTorch."""
+"""The features at `PLACES` of the second picture, by the published network in PyTorch."""
 
 
 @needs_weights
@@ -399,7 +399,7 @@ def test_features_equal_pytorchs(side, weights):
 
 @needs_weights
 def test_fewer_features_keep_what_tells_the_published_classes_from_one_another(monkeypatch):
-    """Distances of ImageNet's logits from their mean over classes, with 1,000 directions and with 16."""
+    """The directions are the best of their number for ImageNet's logits, minus their mean."""
     classes = read_tensors(_published())["_fc.weight"].astype(np.float64)
     centred = classes - classes.mean(axis=0)
     sixteen, thousand = (_directions(width).astype(np.float64) for width in (16, 1000))

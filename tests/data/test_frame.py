@@ -1,4 +1,4 @@
-"""Data frames against scikit-learn's encoders, closed forms, and the same columns without pandas."""
+"""Data frames, compared with scikit-learn, closed forms, and the same columns without pandas."""
 
 import datetime
 import json
@@ -38,7 +38,7 @@ def test_columns_are_encoded_as_scikit_learn_encodes_them():
 
 
 def _ages(data, split):
-    """The ages of a split, which its owners and order give back."""
+    """Return the ages of the training rows, by the draw that splits the rows of each clinic."""
     drawn = np.random.default_rng(0).random(N)
     for clinic in np.unique(CLINIC):
         rows = np.flatnonzero(clinic == CLINIC)

@@ -1,4 +1,4 @@
-"""Texts of users, against windows that are cut by hand."""
+"""Texts of users, compared with windows that are cut by hand."""
 
 import re
 from typing import Any

@@ -20,7 +20,7 @@ module = sys.modules["jaxfl.data.load"]
 
 @pytest.fixture(autouse=True)
 def own_folders(monkeypatch, tmp_path):
-    """No test reads or writes the user's folders, nor the network."""
+    """Keep tests from the user's folders and from the network."""
     monkeypatch.setenv("JAXFL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("JAXFL_DATA_DIR", raising=False)
@@ -43,7 +43,7 @@ def prepare(
     shape=None,
     file_format="array_record",
 ):
-    """Write a TFDS folder of PNG images; splits are {split: [(image, label), ...]}, a file for each half."""
+    """Write a TFDS folder of PNG images, with two files for each {split: [(image, label), ...]}."""
     from array_record.python.array_record_module import ArrayRecordWriter
     from tensorflow_datasets.proto import tf_example_pb2
 

@@ -1,4 +1,4 @@
-"""The encoder of texts: published weights and tokens, where installed, and what `features` takes of tokens."""
+"""The encoder of texts: published weights and tokens, if installed, and `features` of tokens."""
 
 import importlib
 import importlib.util
@@ -17,7 +17,7 @@ from jaxfl.data.minilm import Layer, _MiniLM, minilm_weights, tokenizer
 
 SENTENCE = "Now is the winter of our discontent made glorious summer by this sun of York; naïve Coriolanus' well-kept 42nd."
 FEATURES = (0.03985449, 0.17785282, 0.19037305, 0.1253435)
-"""The first of its mean over tokens, by six of PyTorch's `TransformerEncoderLayer` with the same weights."""
+"""First features, by six layers of PyTorch's `TransformerEncoderLayer` with the same weights."""
 
 INSTALLED = all(
     importlib.util.find_spec(name) for name in ("all_minilm_l6_v2", "tokenizers", "safetensors")
@@ -27,7 +27,7 @@ needs_weights = pytest.mark.skipif(not INSTALLED, reason="no weights: pip instal
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """A cache folder of each test's own."""
+    """Give each test a cache folder of its own."""
     monkeypatch.setenv("JAXFL_CACHE_DIR", str(tmp_path / "cache"))
 
 
@@ -84,7 +84,7 @@ def test_tokens_are_the_published_ones():
 
 
 def test_padding_changes_no_token_and_a_layer_is_numpys():
-    """Attention, a shortcut and two dense layers, for random weights."""
+    """A layer has attention, a shortcut and two dense layers, here with random weights."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2, 5, 384))
     layer = Layer()

@@ -22,7 +22,7 @@ POD = JOB["spec"]["template"]["spec"]
 
 
 def options(text):
-    """What the launcher reads of a script's command."""
+    """Return the options of a script's launcher by name, and the words of its command."""
     (command,) = re.findall(r"python -m jaxfl\.launch (.*)", text.replace("\\\n", " "))
     return dict(re.findall(r"--(\w+) (\S+)", command)), shlex.split(command)
 

@@ -38,7 +38,7 @@ WRITTEN = [
 
 
 def public():
-    """Public names, as the reference has them."""
+    """Return the public names, written as in the reference."""
     packages = {*PACKAGES, "algorithms", "tasks"}
     names = set(jaxfl.__all__) - packages
     for package, module in PACKAGES.items():
@@ -149,19 +149,19 @@ def test_relative_links_lead_somewhere(path):
 
 
 def made(path, target):
-    """Whether a link leads to a page that is made with the site."""
+    """Return whether a link leads to a page that is generated with the site."""
     where = (path.parent / target).resolve()
     return where.parent.parent == ROOT / "docs" and where.stem in MADE.get(where.parent.name, ())
 
 
 def headings(path):
-    """Anchors of a document's headings."""
+    """Return the anchors of a document's headings."""
     titles = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
 
 
 def resolved(name):
-    """What a dotted name leads to, by imports of modules and then by attributes."""
+    """Return the value of a dotted name, by imports of modules and then by attributes."""
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
         module = ".".join(parts[:count])

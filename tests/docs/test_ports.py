@@ -1,4 +1,4 @@
-"""The ports of `docs/guides/coming_from.md`: what the page moves here computes the same."""
+"""The ports of `docs/guides/coming_from.md` compute the same as the originals."""
 
 import ast
 import pathlib
@@ -32,7 +32,7 @@ def test_code_of_other_libraries_is_python(code):
 
 
 def test_the_loop_of_pytorch_and_its_port_have_the_same_weights(tmp_path, monkeypatch):
-    """Full batches of all clients leave nothing to be drawn."""
+    """Full batches of all clients leave nothing to draw."""
     torch = pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)
     setup, loop = SHOWN[0].split(LOOP)

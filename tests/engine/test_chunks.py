@@ -34,7 +34,7 @@ def _own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Chunks that were compiled, in turn."""
+    """Return the list of chunks that are compiled, in order."""
     made, original = [], chunk.compile_chunk
 
     def spy(build, chunk, arguments):
@@ -101,7 +101,7 @@ FULL = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate"
 
 
 def breaking_above(most, monkeypatch, message=FULL, after=0, donated=2):
-    """Programs that take their last arguments and fail, `after` some calls, where a chunk is larger than `most`."""
+    """Make programs of chunks above `most` fail after some calls that donate arguments."""
     original = chunk.compile_chunk
 
     def compile_chunk(build, chunk, arguments):
@@ -228,7 +228,7 @@ def test_measuring_goes_on_while_time_falls_and_memory_holds(
 
 
 def test_a_chunk_is_no_larger_than_a_usual_cohort():
-    """Rounds of 3 clients are one program in chunks of 3 and of 8, and coins leave some room."""
+    """Rounds of 3 clients have one program for chunks of 3 and of 8. Coins get some room."""
 
     def program(sampling, chunk):
         algorithm = fedavg(digits_cnn(), mechanism=Mechanism(sampling=sampling))
@@ -243,7 +243,7 @@ def test_a_chunk_is_no_larger_than_a_usual_cohort():
 
 
 def test_no_chunk_above_a_usual_cohort_is_tried(compiled):
-    """Chunks of 1 and 4 are candidates. Four lanes hold cohorts of 4, but not of 3."""
+    """Chunks of 1 and 4 are candidates. A chunk of 4 suits cohorts of 4, but not of 3."""
     for size, tried in ((3, [1]), (4, [1, 4])):
         compiled.clear()
         method = fedavg(MODEL, mechanism=Mechanism(sampling=FixedSize(size)))

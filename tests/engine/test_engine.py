@@ -50,7 +50,7 @@ def test_traces_once_for_all_calls():
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_methods_start_with_the_clients_that_there_are(devices):
-    """11 clients fill two devices with a row that is nobody's."""
+    """11 clients on two devices leave one row without a client."""
     base = fedavg(MODEL)
     method = base._replace(
         init=lambda key, number: (base.init(key, number)[0], jnp.arange(number) / number)
@@ -124,7 +124,7 @@ def test_empty_rounds_without_noise_change_nothing():
 
 
 def poisoned(value):
-    """FedAvg in which the client of 7 examples sends a non-finite update."""
+    """Return FedAvg in which clients of 7 examples send an update that is not finite."""
     base = fedavg(
         MODEL,
         local=LocalSGD(optax.sgd(0.05), batch_size=4),

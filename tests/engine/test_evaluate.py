@@ -1,4 +1,4 @@
-"""Scores by a result or by a trained model, of the run's clients, of newcomers and of a central test set."""
+"""Scores by a result or a trained model, of clients, newcomers and a central test set."""
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ def parts():
 
 @pytest.fixture(scope="module")
 def result(parts):
-    """A run of a method whose clients keep heads, and fit them before evaluation."""
+    """Return the result of a run of APFL, whose clients keep models of their own."""
     return simulate(3, ALGORITHMS["apfl"](), parts[0], rounds=3, progress=False)
 
 

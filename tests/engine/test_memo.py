@@ -1,4 +1,4 @@
-"""Programs that are kept from run to run of a process."""
+"""Programs that a process keeps from one run to the next."""
 
 import functools
 import gc
@@ -91,7 +91,7 @@ def test_a_method_built_again_from_equal_arguments_makes_no_program(states):
 
 
 class Settings:
-    """What a user's module may hold, and set anew."""
+    """An object in a user's module, whose attribute the user may set again."""
 
     rate = 1.0
 
@@ -118,7 +118,7 @@ READERS = {
 
 @pytest.mark.parametrize("name", READERS)
 def test_a_global_that_is_set_anew_is_another_key(name, monkeypatch):
-    """As in a notebook, where a cell is run again."""
+    """A user of a notebook may run a cell again, which sets a global anew."""
     read, variable, value = READERS[name]
 
     def built_again():
@@ -254,7 +254,7 @@ def test_what_is_kept_is_bounded_and_can_be_cleared(monkeypatch):
 
 
 def test_a_further_method_leaves_nothing_once_it_is_forgotten():
-    """Of 20,000 objects for a method, were JAX's own functions traced anew for it."""
+    """It would leave 20,000 objects if JAX's own functions were traced again for it."""
     for rate in (0.1, 0.2):
         simulate(0, private(rate), small_clients(), **QUIET)
     memo.forget()
@@ -268,7 +268,7 @@ def test_a_further_method_leaves_nothing_once_it_is_forgotten():
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_runs_of_one_method():
-    """JAX keeps every function that it traces: 18,000 objects for a run that traces its own."""
+    """JAX keeps every traced function, which would be 18,000 objects for each run."""
     method = private()
     for seed in range(2):
         simulate(seed, method, small_clients(), **QUIET)
@@ -314,7 +314,7 @@ def test_a_sweep_reads_what_its_builder_reads_anew(monkeypatch):
 
 
 def test_an_array_that_a_former_method_holds_may_change():
-    """The former method's functions would be traced with what the array is now."""
+    """Another trace of the former method's functions would read the array's new values."""
 
     def held(array):
         local = LocalSGD(optax.sgd(0.1), 4)
@@ -358,7 +358,7 @@ def importing(x):
     ],
 )
 def test_what_reads_in_other_ways_is_compared_by_identity(value):
-    """A library's object may hold a function of the user's, and an import shows no value."""
+    """An object of a library may hold a function of the user, and an import shows no value."""
     assert isinstance(memo.key_of_value((value,)), memo.Same)
 
 

@@ -39,7 +39,7 @@ print(seen["cache_misses"], seen["cache_hits"], bits.hex())
 
 
 def run(code: str, before: str = "", **environment: str | None) -> list[list[str]]:
-    """Words of the lines that a fresh process prints, where no cache is configured."""
+    """Return the words of each line that a new process prints, in which no cache is configured."""
     inherited = {
         key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "JAXFL_"))
     }
@@ -84,7 +84,7 @@ def test_importing_writes_nothing_and_what_the_user_set_stands(tmp_path):
 
 @pytest.fixture
 def compiled():
-    """How many programs were compiled since: asked for, and not found."""
+    """Return a function that counts the programs compiled so far, which no cache had."""
     seen = collections.Counter()
 
     def listen(event: str, **_) -> None:
@@ -96,7 +96,7 @@ def compiled():
 
 
 def drawn_anew(clients: Clients) -> Clients:
-    """Clients of the same shapes with data that no test, of today or before, has had."""
+    """Return clients of the same shapes with new random data, which no cache has seen."""
     rng = np.random.default_rng()
     return clients._replace(
         inputs=rng.permuted(clients.inputs), labels=rng.permutation(clients.labels)
@@ -134,7 +134,7 @@ def test_keys_and_data_are_arguments_of_all_programs(name, compiled):
 def program(
     folder: pathlib.Path, name: str, *, age: int = 0, processor: str = "0123456789abcdef"
 ) -> pathlib.Path:
-    """Write a file of 10 bytes with a name of JAX's, last used at 1e9 seconds less its age."""
+    """Write a cached program of 10 bytes, last used at 1e9 - `age` seconds, and return its path."""
     path = folder / processor / f"jit_{name}-{hashlib.sha256(name.encode()).hexdigest()}-cache"
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(bytes(10))

@@ -31,7 +31,7 @@ LARGE = 3000
 
 
 def clients_of(sizes, tests=2):
-    """Digits, and behind them noise, for clients of these sizes."""
+    """Make clients of these sizes from digits, and from noise if there are too few digits."""
     digits, rng = load("digits"), np.random.default_rng(0)
     more = max(0, sum(sizes) - len(digits.train_labels))
     inputs = np.concatenate([digits.train_inputs, rng.integers(0, 255, (more, 8, 8, 1), np.uint8)])
@@ -43,7 +43,7 @@ def clients_of(sizes, tests=2):
 
 @dataclasses.dataclass(frozen=True)
 class AllButTheLast(Full):
-    """Everybody takes part but one client."""
+    """A sampler of all clients except the last one."""
 
     def sample(self, key, clients, index):
         return super().sample(key, clients, index).at[-1].set(False)
@@ -55,7 +55,7 @@ def method(build, local, sampling):
 
 
 def computed(algorithm, clients, chunk, what):
-    """What two rounds or an evaluation return, and the trace of the program."""
+    """Return the results of two rounds or of an evaluation, and the trace of the program."""
     population = place(clients, jax.devices()[:1])
     center, states = initialize(KEY, KEY, algorithm, population)
     if what == "rounds":
@@ -84,7 +84,7 @@ def jaxprs_in(equation):
 
 
 def equations_of(jaxpr):
-    """All operations of a program, also those in loops and branches."""
+    """Yield all operations of a program, including those in loops and branches."""
     for equation in jaxpr.eqns:
         yield equation
         for inner in jaxprs_in(equation):
@@ -92,7 +92,7 @@ def equations_of(jaxpr):
 
 
 def longest_axis(jaxpr):
-    """Of what the program computes."""
+    """Return the length of the longest axis of all values that a program computes."""
     made = [var.aval.shape for equation in equations_of(jaxpr) for var in equation.outvars]
     return max(axis for shape in made for axis in (0, *shape))
 

@@ -1,4 +1,4 @@
-"""Client states in rows: nothing of them is lost, and clients keep to their own."""
+"""Client states in rows: none is lost, and each client reads and writes only its own."""
 
 import jax
 import jax.numpy as jnp

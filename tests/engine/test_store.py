@@ -10,7 +10,7 @@ from jaxfl.engine.state_file import Store
 from jaxfl.run.checkpoint import DamagedError
 
 LIKE = {"a": jax.ShapeDtypeStruct((6,), np.uint8), "b": jax.ShapeDtypeStruct((6, 3), np.float64)}
-"""Of a row whose fields leave a gap."""
+"""Shapes of a row whose fields leave a gap."""
 
 
 def filled(folder):

@@ -66,7 +66,7 @@ def test_compiles_once_whatever_the_cohort(monkeypatch):
 
 @pytest.mark.slow
 def test_a_kill_between_any_two_steps_leaves_the_last_checkpoint(tmp_path, monkeypatch):
-    """A copy of the files at a moment is what a kill leaves then."""
+    """A copy of the files at any moment is what a kill at this moment leaves."""
     saved, kills = {}, []
     folder = tmp_path / "run"
 
@@ -156,7 +156,7 @@ def test_wrong_stores_are_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("runner", [Resident, Stream])
 def test_a_run_leaves_no_programs_behind(runner, monkeypatch):
-    """Nor until the garbage collector comes: a process has little room to map machine code."""
+    """They do not wait for the garbage collector. A process can map little machine code."""
     made, compile_ = [], runner.compile
 
     def watched(self, facts):

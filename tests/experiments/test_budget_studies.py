@@ -1,4 +1,4 @@
-"""The studies of PDP-FL and PADPFL: what their cases and copies are."""
+"""The cases and copies of the studies of PDP-FL and PADPFL."""
 
 import math
 

@@ -67,7 +67,7 @@ TOY = {
 
 @pytest.fixture
 def toy(monkeypatch, tmp_path):
-    """A package with one study, its result, and a README with a place for it."""
+    """Make a package with one study, its result, and a README with a place for it."""
     monkeypatch.setattr(study, "HERE", tmp_path)
     (tmp_path / "toy/results").mkdir(parents=True)
     (tmp_path / "toy/results/one.json").write_text('{"seen": [7]}')

@@ -14,7 +14,7 @@ ROOT = pathlib.Path(insteval.__file__).parents[1]
 
 
 def ratings():
-    """Ratings of lecturers 3, 5 and 8, of whom 5 is liked by all."""
+    """Return a data frame of ratings of the lecturers 3, 5 and 8. All students like 5."""
     lecturer = np.repeat([3, 5, 8], 20)
     liked = (lecturer == 5) | (np.arange(60) % 3 == 0)
     columns = {"s": np.arange(60), "d": lecturer, "dept": 1, "y": np.where(liked, 4, 3)}

@@ -1,4 +1,4 @@
-"""The map of methods: its places, how one run is scored in several ways, and what is said of results."""
+"""The map of methods: its places, several scores of one run, and the texts about results."""
 
 import math
 
@@ -162,7 +162,7 @@ def test_both_tuning_seeds_choose_a_point():
 
 
 def result_of(changed=None):
-    """A place whose methods have one score in both seeds, so that intervals have no width."""
+    """Return a place's result with equal scores in both seeds, so that intervals have no width."""
     scores = {
         ("local-only", "plain", math.inf): 0.5,
         ("linear local-only", "plain", math.inf): 0.55,

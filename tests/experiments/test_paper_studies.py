@@ -1,4 +1,4 @@
-"""The studies of DP-pFedDSU, FedDPA and FedAvg: the papers' numbers, what noise is worth, and what a verdict says."""
+"""The studies of DP-pFedDSU, FedDPA and FedAvg: numbers, noise and verdicts."""
 
 import math
 from typing import Any

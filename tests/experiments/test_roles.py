@@ -1,4 +1,4 @@
-"""Shakespeare's roles as clients, on a play of our own: the real ones are in another package."""
+"""Shakespeare's roles as clients, on a play made here, because the plays are in another package."""
 
 import importlib.metadata
 import json

@@ -23,7 +23,7 @@ PRIVATE: dict[str, Any] = {"clip": CLIP, "noise_multiplier": 0.0, "sampling": Po
 
 
 def once(index):
-    """Training in the first round alone."""
+    """Return the factor 1 in the first round, and 0 in all later ones."""
     return jnp.where(index < 1, 1.0, 0.0)
 
 
@@ -165,7 +165,7 @@ FREE = optax.contrib.schedule_free_sgd(0.3)
 
 
 def averaged(rounds, params, data):
-    """Weights for evaluation after plain steps with all examples, by optax's own loop."""
+    """Return the weights for evaluation after a step per round on all examples, by optax alone."""
     inputs, labels = data.take(jnp.arange(int(data.size)))
     x = MODEL.prepare(inputs)
     slope = jax.jit(

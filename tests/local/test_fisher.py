@@ -23,7 +23,7 @@ SMALL = ("mlp", "odd", "lenet", "feddpa_mnist")
 
 
 def by_example(model, params, images, labels):
-    """Squared gradients of log p(y|x), one example at a time."""
+    """Return the sum over examples of the squared gradient of log p(y|x)."""
 
     def log_p(params, image, label):
         return jax.nn.log_softmax(model.apply(params, model.prepare(image[None])))[0, label]
@@ -96,7 +96,7 @@ def test_a_clients_mean_ignores_padding_and_blocks(batch_size):
 
 
 def test_the_square_of_the_mean_vanishes_where_examples_pull_apart():
-    """One image with two labels, and a model that gives both the same logit: each pulls by 1/2, both by nothing."""
+    """One image has two labels of equal logits. Each gradient is 1/2, and their mean is 0."""
     model = mlp((2, 2, 1), 2, hidden=(3,))
     params = model.init(jax.random.key(0))
     params["head"] = jax.tree.map(jnp.zeros_like, params["head"])

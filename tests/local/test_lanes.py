@@ -15,7 +15,7 @@ BOUNDS = jnp.array([0, 3, 1])
 
 
 def counted(longest, hold):
-    """Counts a loop's steps, and adds them up."""
+    """Return a function that counts the steps of a loop and adds up their indices."""
 
     def count(bound, start):
         def step(i, carry):
@@ -44,7 +44,7 @@ def test_all_lanes_share_the_index(function, shape):
 
 
 def operations(function):
-    """Operations of a compiled program, without their places in the source."""
+    """Return the operations of a compiled program, without their places in the source."""
     # Since JAX 0.12, the loop has the bound twice until XLA optimises it.
     program = jax.jit(function).lower(2, 0.0).compile().as_text() or ""
     return re.findall(r"^ +\S+ = .*?(?=, metadata=|$)", program, re.MULTILINE)
@@ -65,7 +65,7 @@ def test_lanes_of_lanes():
 
 
 def test_on_gpus_leaves_of_one_shape_are_written_together(monkeypatch):
-    """They read one array, as XLA asks of what it writes in one kernel; no number changes."""
+    """The leaves read one array, because XLA requires this of one kernel. No number changes."""
 
     def run(step, *leaves):
         def add(i, carry):

@@ -13,7 +13,7 @@ DIGITS = mlp((8, 8, 1), hidden=(16,))
 
 
 def linear(pixels: int) -> Model:
-    """Logits (w.x, 0)."""
+    """Return a model with the logits (w.x, 0)."""
     model = mlp((1, 1, pixels), 2, hidden=())
     return model._replace(
         apply=lambda params, x: jnp.stack([x @ params["w"], jnp.zeros(len(x))], axis=1)
@@ -21,7 +21,7 @@ def linear(pixels: int) -> Model:
 
 
 def closed_form(w: np.ndarray, x: np.ndarray) -> float:
-    """J = r I + s x w^T, for r and s the first and second derivative of the loss of label 0 by w.x."""
+    """Return the norm of r I + s x w^T, for the first two derivatives r, s of the loss by w.x."""
     p = 1 / (1 + np.exp(-w @ x))
     r, s = p - 1, p * (1 - p)
     return float(np.sqrt(s**2 * (x @ x) * (w @ w) + 2 * r * s * (w @ x) + len(x) * r**2))
@@ -87,7 +87,7 @@ def test_a_jacobian_of_one_direction_is_exact_from_two_probes():
 
 @pytest.mark.slow
 def test_several_probes_find_a_leading_direction_more_surely():
-    """Half of six probes; of three, one. Without it the rest's two probes would still be off by a third."""
+    """Three of six probes search for the direction, but only one of three."""
     model, params, inputs, _ = points()
     one = jnp.asarray(
         10 * inputs[:1], jnp.float32
@@ -135,7 +135,7 @@ def test_forms_of_a_convolution_agree():
 
 
 def test_outputs_of_a_linear_model():
-    """Its logits have the slopes w and 0."""
+    """The logits of the model have the slopes w and 0."""
     model, params, inputs, _ = points()
     expected = np.linalg.norm(params["w"]) / 2
     np.testing.assert_allclose(
@@ -164,7 +164,7 @@ def test_a_clients_mean_is_over_its_own_examples():
 
 
 def test_draws_are_in_proportion_to_weights():
-    """Weights 1, 0, 3 and four draws: one of the first and three of the last, whatever the key; padding never."""
+    """Weights 1, 0, 3 and four draws give one of the first, three of the last, and no padding."""
     for seed in range(5):
         drawn, factors = _draw(
             jax.random.key(seed), jnp.array([1.0, 0.0, 3.0, 0.0]), 4, jnp.int32(3)

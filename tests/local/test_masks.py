@@ -21,7 +21,7 @@ mask_of_top_k = jax.jit(top_k_mask, static_argnums=1)
 
 
 def by_sorting(values, count):
-    """The definition: a stable sort by falling magnitude."""
+    """Return the mask by its definition: a stable sort by falling magnitude."""
     mask = np.zeros(values.size, bool)
     mask[np.argsort(-np.abs(values.ravel()), kind="stable")[:count]] = True
     return mask.reshape(values.shape)
@@ -88,7 +88,7 @@ def test_random_masks_follow_the_key_and_grow_with_the_density():
 
 
 def test_above_a_percentile_of_all_tensors():
-    """Of 0 to 9 the 80th percentile is 7.2."""
+    """The 80th percentile of the numbers 0 to 9 is 7.2."""
     fisher = {
         "a": jnp.array([3.0, 9.0, 1.0, 0.0]),
         "b": jnp.array([[8.0, 2.0, 7.0], [6.0, 5.0, 4.0]]),

@@ -31,7 +31,7 @@ def fit(
 
 
 def orders(key, epochs, padded, size):
-    """The documented order: each epoch's real examples by the rank of one uniform draw each."""
+    """Yield each epoch's documented order: the real examples by the rank of a uniform draw."""
     for epoch in range(epochs):
         place = np.asarray(jax.random.uniform(jax.random.fold_in(key, epoch), (padded,)))[:size]
         yield 100 + np.argsort(place, kind="stable")
@@ -140,7 +140,7 @@ def test_penalty_enters_the_gradient():
 
 
 def sam_step(optimizer=optax.sgd(1.0), start=(3.0, 4.0), **options):
-    """One step on F = |w|^2 / 2, from (3, 4) with rho = 0.5: the gradient is (3.3, 4.4)."""
+    """Return the weights after a step on |w|^2 / 2. At rho = 0.5 the gradient is (3.3, 4.4)."""
     fitted, _ = train(
         KEY,
         {"w": jnp.array(start)},

@@ -1,4 +1,4 @@
-"""Layers alone: values against NumPy, and squared per-example gradients against a loop over examples."""
+"""Single layers, compared with NumPy, and squared gradients, compared with a loop over examples."""
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +10,14 @@ from jaxfl.models.layers import Convolution, Dense, GroupNorm
 
 
 def _assert_close(found, expected):
-    """Minimal filtering rounds relative to the largest value."""
+    """Check equality up to 1e-5 of the largest value, because minimal filtering rounds by it."""
     np.testing.assert_allclose(
         found, expected, rtol=1e-5, atol=1e-5 * float(jnp.max(jnp.abs(expected)))
     )
 
 
 def _per_example_squares(layer, params, x, batch_axis):
-    """sum_n (d f_n / d w)^2 by one gradient per example, of a loss in which each example has its own weight."""
+    """Return sum_n (d f_n / d w)^2 by a loop over examples, each of which has its own weight."""
 
     def loss(p, example, n):
         y = layer.apply({"params": p}, jnp.expand_dims(example, batch_axis))
@@ -30,7 +30,7 @@ def _per_example_squares(layer, params, x, batch_axis):
 
 
 def _squares(layer, params, x, batch_axis, first):
-    """Of a first layer, or of one whose input is differentiated too."""
+    """Return the layer's own sum of squares, as a `first` layer or with a gradient by its input."""
     weights = jnp.arange(1.0, x.shape[batch_axis] + 1)
     shape = [1] * x.ndim
     shape[batch_axis] = -1

@@ -1,4 +1,4 @@
-"""Frozen weights and adapters: what they compute, what a program makes of them, and methods that train them."""
+"""Frozen weights and adapters: their values, their programs, and methods that train them."""
 
 import functools
 from typing import Any
@@ -27,7 +27,7 @@ KEY, CLIP = jax.random.key(7), 0.2
 
 
 class Encoder(nn.Module):
-    """Dense, attention and a head; no width is another's, so that a matrix is known by its shape."""
+    """A dense layer, attention and a head. All widths differ, so that shapes identify matrices."""
 
     @nn.compact
     def __call__(self, x):
@@ -57,13 +57,13 @@ KERNELS = {
 
 
 def moved(params, size=0.3):
-    """Other parameters, as after some training."""
+    """Return parameters with noise added, as if after some training."""
     flat, unravel = jax.flatten_util.ravel_pytree(params)
     return unravel(flat + size * jax.random.normal(jax.random.key(2), flat.shape))
 
 
 def merged(model, params, scale):
-    """The base's weights with scale A B added to them: the same network without adapters."""
+    """Return the base's weights plus scale A B, which make the same network without adapters."""
     base, drawn = model.frozen
 
     def add(path, tree):
@@ -99,7 +99,7 @@ def test_a_model_with_adapters_is_the_base_with_merged_weights(options):
 
 @pytest.mark.slow
 def test_the_gradient_is_the_full_one_between_the_factors():
-    """dB = s A^T dW; the head's is its own."""
+    """The gradient dB is s A^T dW. That of the head is unchanged."""
     model = lora(BASE, WEIGHTS, rank=3, alpha=1.5)
     params = moved(model.init(KEY))
 
@@ -201,7 +201,7 @@ def test_a_program_reads_the_weights_that_it_is_given():
 
 
 def methods(model):
-    """Methods that share a model, part of it, and what the Fisher information tells."""
+    """Return builders of methods that share all, a part, or a Fisher mask of a model, by name."""
     local = LocalSGD(optax.sgd(0.1), 4)
     private = {"clip": CLIP, "noise_multiplier": 1.0, "sampling": Poisson(0.6), "local": local}
     return {

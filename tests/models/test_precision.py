@@ -35,7 +35,7 @@ def test_every_method_takes_weights_in_half_precision(name, monkeypatch):
 
 
 def gradient_of(model, shape):
-    """Value and gradient of a loss as a function of the parameters."""
+    """Return a function from parameters to value and gradient of a loss."""
     inputs = np.random.default_rng(0).integers(0, 256, (8, *shape), np.uint8)
     x, labels, weights = model.prepare(jnp.asarray(inputs)), jnp.arange(8), jnp.ones(8)
     return jax.value_and_grad(
@@ -49,7 +49,7 @@ def shape_of(name):
 
 @pytest.mark.parametrize("name", ["mlp", pytest.param("lenet", marks=pytest.mark.slow)])
 def test_bfloat16_differs_by_its_rounding(name):
-    """Each number of a few layers is off by up to 2^-9 of itself; minimal filtering would lose what is left."""
+    """Numbers of a few layers are off by up to 2^-9. Minimal filtering would lose the rest."""
     model = MODELS[name]()
     params = model.init(jax.random.key(0))
     a, exact = jax.jit(gradient_of(model, shape_of(name)))(params)

@@ -1,4 +1,4 @@
-"""Networks in the library's formulation against the same networks as they are: values and all gradients."""
+"""Networks in the library's formulation, whose values and gradients equal the originals."""
 
 import functools
 import re
@@ -19,7 +19,7 @@ from jaxfl.models.rewrite import in_form
 
 
 def both(function, *arguments, form: Form = "winograd", around=lambda function: function):
-    """Outputs and gradients, in the form and as they are, each within a transformation."""
+    """Return outputs and gradients in the form and in the original, both within `around`."""
 
     def gradient(function):
         def total(*arguments):
@@ -54,7 +54,7 @@ def random(shape, seed=0):
 
 
 def convolution_of(draw):
-    """A layer with random options, and the shape of its input."""
+    """Draw a convolution with random options, and the shape of its input."""
     axes = draw(st.integers(1, 3))
     sizes = st.tuples(*[st.integers(1, 5 if axes < 3 else 3)] * axes)
     steps = st.tuples(*[st.integers(1, 3)] * axes)
@@ -265,7 +265,7 @@ def relu_with_another_slope():
 
 
 def shared(conv, x):
-    """A map that is read twice, before and after its ReLU."""
+    """Return a feature map plus its ReLU, so that the map is read twice."""
     y = conv(x)
     return y + nn.relu(y)
 

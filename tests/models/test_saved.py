@@ -1,4 +1,4 @@
-"""Files of models: what comes back is what was saved, and nothing else is read or replaced."""
+"""Files of models: they load as they were saved, and no other file is read or replaced."""
 
 import json
 import os
@@ -45,7 +45,7 @@ INPUTS = CLIENTS.inputs[:300]
 
 
 def nudged(model, seed=0):
-    """Weights that no builder would make."""
+    """Return weights that differ from those of any builder."""
     params = model.init(jax.random.key(seed))
     return jax.tree.map(
         lambda leaf: leaf + 0.01 * jnp.cos(jnp.arange(leaf.size)).reshape(leaf.shape), params
@@ -216,7 +216,7 @@ def test_a_network_that_was_changed_is_not_taken_for_the_builders(change, part, 
 
 
 def flipped(content):
-    """A change of the last number."""
+    """Return the bytes of a file with one bit of the last byte flipped."""
     return content[:-1] + bytes([content[-1] ^ 1])
 
 

@@ -1,4 +1,4 @@
-"""Networks over tokens, beside plain loops and what causality means."""
+"""Networks over tokens, compared with plain loops, and tests of causality."""
 
 import functools
 from typing import Any
@@ -35,7 +35,7 @@ def outputs_of(model, params, tokens):
 
 
 def perturbed(model):
-    """Parameters that are nowhere 0 or 1, as many are at the start."""
+    """Draw parameters that are not 0 or 1, as many first parameters are."""
     rng = np.random.default_rng(1)
     return jax.tree.map(
         lambda leaf: rng.normal(0.2, 0.4, leaf.shape).astype(leaf.dtype),

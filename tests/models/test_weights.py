@@ -20,7 +20,7 @@ CLIENTS = small_clients()
 
 
 def run(model, rate=0.0, **options):
-    """One round of FedAvg, in which clients do not move at a rate of 0."""
+    """Run one round of FedAvg. At a rate of 0 the clients do not change the weights."""
     method = fedavg(model, local=LocalSGD(optax.sgd(rate), 4))
     return simulate(0, method, CLIENTS, rounds=1, progress=False, **options)
 

@@ -132,7 +132,7 @@ def test_an_nnx_modules_layers_are_its_attributes_in_order():
 
 @pytest.mark.parametrize("given", [True, False])
 def test_an_nnx_model_is_its_module(given):
-    """Parameters of a key, or those of an instance, whatever the key; the gradient is that of nnx."""
+    """Parameters come from a key, or from an instance for any key. The gradient is that of nnx."""
     instance, x = (
         Halves(nnx.Rngs(jax.random.key(3))),
         jax.random.normal(jax.random.key(0), (5, 8, 8, 1)),

@@ -200,7 +200,7 @@ def test_pooled_maps_that_are_no_number_or_infinite_stay_so():
 
 @pytest.mark.parametrize("form", ["lax", "grouped", "blocks"])
 def test_pooling_has_second_derivatives(form):
-    """Those of the plain maximum, which agrees where no two numbers are equal."""
+    """They equal those of the plain maximum if no two numbers are equal."""
     params = Convolution(3, 3).init(jax.random.key(0), jnp.zeros((2, 8, 7, 4)))["params"]
     x = jax.random.normal(jax.random.key(1), (2, 8, 7, 4))
 
@@ -232,7 +232,7 @@ def test_plain_form_has_forward_mode():
 
 @pytest.mark.parametrize("make", [lenet, lenet_groupnorm])
 def test_a_network_of_which_nothing_is_left_is_refused(make):
-    """Two 5x5 convolutions and 2x2 poolings leave one pixel of 16, and none of 15."""
+    """Two 5x5 convolutions and poolings leave one pixel of a side of 16, and none of 15."""
     make((16, 16, 1), 10)
     for size in (4, 15):
         with pytest.raises(ValueError, match=rf"input_shape must leave .*got \({size}, 16, 1\)"):

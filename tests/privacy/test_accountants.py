@@ -1,4 +1,4 @@
-"""Replace-one under Poisson sampling, against divergences that are integrated here."""
+"""Replace-one under Poisson sampling, compared with divergences by integration."""
 
 import itertools
 import math
@@ -23,7 +23,7 @@ RATES, MULTIPLIERS = st.floats(0.01, 0.99), st.floats(0.3, 4.0)
 
 
 def density(points: np.ndarray, update: np.ndarray, rate: float, z: float) -> np.ndarray:
-    """(1 - q) N(0, z^2) + q N(u, z^2) at points [..., d]."""
+    """Return the density (1 - q) N(0, z^2) + q N(u, z^2) at points [..., d]."""
     here, moved = (
         np.prod(stats.norm.pdf(points - mean, scale=z), axis=-1) for mean in (0 * update, update)
     )
@@ -31,7 +31,7 @@ def density(points: np.ndarray, update: np.ndarray, rate: float, z: float) -> np
 
 
 def hockey_stick(first, second, rate: float, z: float, alpha: float, steps: int) -> float:
-    """Integral of max(0, P_u - alpha P_v) in the plane of both updates."""
+    """Return the integral of max(0, P_u - alpha P_v), on a grid with `steps` points per axis."""
     axes = [np.linspace(-1 - 9 * z, 1 + 9 * z, steps)] * len(first)
     points = np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1)
     excess = density(points, np.asarray(first), rate, z) - alpha * density(
@@ -114,7 +114,7 @@ def test_divergences_where_the_closed_form_is_known():
     plain=st.sampled_from([math.inf, 3.0, 20.0]),
 )
 def test_rdp_of_examples_is_above_their_pld(rate, z, rounds, plain):
-    """And both are above zero-out, and below no amplification."""
+    """Both are above zero-out, and below the epsilon without amplification."""
     numbers = plain, np.full(rounds, z), rate, 1e-5, 1
     for evaluate in (accountants.rdp_epsilon, accountants.pld_epsilon):
         whole = evaluate(*numbers[:2], 1.0, *numbers[3:], True)
@@ -128,7 +128,7 @@ def test_rdp_of_examples_is_above_their_pld(rate, z, rounds, plain):
     ("z", "rate"), [(0.02, 0.3), (0.3, 0.01), (1.0, 0.1), (1.0, 1.0), (30.0, 0.5), (200.0, 1e-3)]
 )
 def test_losses_are_the_librarys(z, rate):
-    """Of the same grid: the hockey sticks of one round, and the epsilon of many."""
+    """On the same grid, the hockey sticks of a round and the epsilon of many rounds agree."""
     interval = max(0.05 * rate / z, (10 / z + 0.5 / z**2) / 1e4)
     relation = NeighboringRelation.REPLACE_SPECIAL
     library = privacy_loss_distribution.from_gaussian_mechanism(
@@ -147,7 +147,7 @@ def test_losses_are_the_librarys(z, rate):
     [(0.5, 0.5, 10), (1.0, 0.1, 100), (1.0, 0.5, 5), (3.0, 0.02, 300), (10.0, 0.5, 50)],
 )
 def test_a_grid_adds_to_an_epsilon_what_it_says(z, rate, rounds):
-    """Against the library on a grid eight times as fine: h^2 / 12 s^2, of a spacing of at most 0.05 s."""
+    """The grid adds h^2 / 12 s^2 for a spacing h of at most 0.05 s, compared with a finer grid."""
     found = accountants.pld_epsilon(math.inf, np.full(rounds, z), rate, 1e-5)
     interval = accountants._interval(math.inf, ((z, rounds),), rate, 1, 1.0)
     fine = privacy_loss_distribution.from_gaussian_mechanism(
@@ -166,7 +166,7 @@ def test_a_grid_adds_to_an_epsilon_what_it_says(z, rate, rounds):
 @pytest.mark.parametrize("rate", [1e-9, 1e-4, 0.3])
 @pytest.mark.parametrize("z", [0.5, 1.0, 50.0, 1e6])
 def test_divergences_of_sampling_are_their_polynomials(z, rate):
-    """The first orders, which are short sums, and the others as the library has them, where it has the digits."""
+    """The first orders are short sums. Others equal the library's, if it has enough digits."""
     two, three = math.expm1(1 / z**2), math.expm1(3 / z**2)
     found = accountants.sampled_divergences(z, rate)
     assert found[0] == pytest.approx(math.log1p(rate**2 * two), rel=1e-12)
@@ -180,7 +180,7 @@ def test_divergences_of_sampling_are_their_polynomials(z, rate):
 
 
 def test_no_rounding_makes_large_noise_free():
-    """At epsilon 0, delta is 2 F(m / 2) - 1 in the central limit, where m = q sqrt(T) / z = 1e-7: above that given."""
+    """In the central limit delta at epsilon 0 is 2 F(m / 2) - 1, with m = q sqrt(T) / z = 1e-7."""
     m = Mechanism(clip=1.0, noise_multiplier=1e6, sampling=Poisson(1e-3))
     ledger = planned_ledger(m, 3, 10**4)
     assert 2 * stats.norm.cdf(0.5e-7) - 1 > 1e-9
@@ -189,7 +189,7 @@ def test_no_rounding_makes_large_noise_free():
 
 
 def test_the_most_exposed_client_has_the_largest_epsilon():
-    """Its noise is the least in all rounds; the others' epsilons, each on a grid of its own, are at most as large."""
+    """Its noise is the least in all rounds, and other clients' epsilons are at most as large."""
     z = np.linspace(1.0, 1.001, 12)
     view = View(np.tile(z, (4, 1)), np.ones(4, bool), 0.1, "Poisson-sampled Gaussian", "none")
     for accountant in ("pld", "rdp"):
@@ -201,7 +201,7 @@ def test_the_most_exposed_client_has_the_largest_epsilon():
 
 
 def test_the_traps_of_replace_one():
-    """Of a plain round PLD doubles the sensitivity itself; so does what is asked here, by halving, for RDP."""
+    """Replace-one doubles the sensitivity of a plain round. For RDP the noise is halved."""
     none = np.zeros(0)
     pld = accountants.pld_epsilon(1.0, none, 1.0, 1e-5, 100, True)
     assert pld == pytest.approx(accountants.pld_epsilon(0.5, none, 1.0, 1e-5, 100), rel=1e-9)
@@ -217,7 +217,7 @@ def test_the_traps_of_replace_one():
 
 @pytest.mark.parametrize(("z", "order"), [(0.7, 2), (1.0, 3), (2.0, 8)])
 def test_balls_in_two_bins_are_integrals_over_both_rounds(z, order):
-    """Both directions of P = (N(e_1) + N(e_2)) / 2 against Q = N(0), on a grid in the plane."""
+    """The divergences of (N(e_1) + N(e_2)) / 2 and N(0) are integrated on a grid in the plane."""
     x = np.linspace(-order - 10 * z, order + 10 * z, 3001)
     here, moved = stats.norm.pdf(x, 0, z), stats.norm.pdf(x, 1, z)
     absent = here[:, None] * here
@@ -245,7 +245,7 @@ def test_one_bin_is_a_gaussian_and_many_are_poisson_sampling(z):
 
 
 def test_balls_in_bins_are_stated_by_epoch():
-    """The bound is RDP's, at most that of one Gaussian an epoch, and a begun epoch counts."""
+    """The bound is RDP's, at most that of one Gaussian per epoch. A started epoch counts."""
     mechanism = Mechanism(clip=1.0, noise_multiplier=2.0, sampling=BallsInBins(50))
     of_run = [
         epsilon(planned_ledger(mechanism, 1000, rounds), mechanism) for rounds in (50, 51, 100)

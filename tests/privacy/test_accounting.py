@@ -40,7 +40,7 @@ def mechanism(noise_multiplier=0.0, **fields) -> Mechanism:
 
 
 def ledger(m: Mechanism, present: np.ndarray, dp_sgd: DPSGD | None = None) -> Ledger:
-    """As the engine writes it, in single precision."""
+    """Return the ledger of a mechanism, in single precision, as the engine writes it."""
     planned = planned_ledger(m, present.shape[1], len(present), dp_sgd)
     s, w, z = (
         np.asarray(field, np.float32)
@@ -206,7 +206,7 @@ def test_calibrate_a_schedule():
 
 @pytest.mark.slow
 def test_fixed_size_takes_the_better_of_two_bounds():
-    """10 of 20: plain (40.5, not 83.6). 2 of 20: without replacement (16.8, not 40.5)."""
+    """The plain bound is better for 10 of 20 (40.5, not 83.6), and sampling for 2 of 20 (16.8)."""
     options: dict[str, Any] = {"clients": 20, "rounds": 100, "accountant": "rdp"}
     plain = calibrate(1.0, **options)
     assert calibrate(1.0, sampling=FixedSize(10), **options) == pytest.approx(plain, rel=1e-3)
@@ -231,7 +231,7 @@ def test_fixed_size_takes_the_better_of_two_bounds():
 
 @pytest.mark.slow
 def test_fixed_size_needs_no_more_noise_by_pld():
-    """It asked for 18 times the noise, because the theorem is RDP's alone."""
+    """Only RDP has a theorem. Without its bound PLD would need 18 times the noise."""
     for size, clients in ((10, 1000), (10, 20)):
         run: dict[str, Any] = {"clients": clients, "rounds": 50, "sampling": FixedSize(size)}
         both = [calibrate(1.0, accountant=accountant, **run) for accountant in ("pld", "rdp")]
@@ -253,7 +253,7 @@ def test_sampling_without_replacement_amplifies_nothing_for_clients_with_a_state
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_ledger_equals_a_fresh_computation(seed):
-    """The first k rounds, as k fresh events in the opposite order; single precision changes nothing."""
+    """The first k rounds equal k new events in the opposite order, also in single precision."""
     rng = np.random.default_rng(seed)
     rate, z = rng.uniform(0.05, 0.5), rng.uniform(2, 6, 12)
     m = poisson(z, rate, client_noise=0.1)
@@ -319,7 +319,7 @@ def test_tiny_and_huge_epsilons():
 @pytest.mark.slow
 @BOTH
 def test_many_kinds_of_rounds_stay_upper_bounds(accountant):
-    """Between schedules of 35 levels with a little more noise and a little less."""
+    """The bound lies between schedules of 35 levels with slightly more and slightly less noise."""
     z = np.geomspace(2, 16, 700)
     schedules = np.repeat(z[19::20], 20), z, np.repeat(z[::20], 20)
     more, found, less = (
@@ -342,7 +342,7 @@ def test_running_epsilon():
 
 
 def test_running_epsilon_follows_from_the_round_alone():
-    """To the last bit, whatever was asked before: with rounds that sampling amplifies, and with others."""
+    """It is equal to the bit after any earlier calls, with and without amplified rounds."""
     client_noise = np.where(np.arange(16) % 3 == 0, 3.0, 0.5)[:, None]
     m = poisson(np.geomspace(2, 6, 16), 0.1, client_noise=client_noise)
     rounds = list(range(1, 9))
@@ -354,7 +354,7 @@ def test_running_epsilon_follows_from_the_round_alone():
 
 
 def test_running_epsilon_accounts_for_the_most_exposed_client_alone(monkeypatch):
-    """One distribution of losses, not one for each weight, and the epsilon of all clients to the last bit."""
+    """There is one distribution of losses, and the epsilon of all clients is equal to the bit."""
     m = poisson(2.0, 0.2, weights=np.linspace(0.5, 1.0, 40))
     evaluate, asked = accountants._pld_epsilon, []
     monkeypatch.setattr(
@@ -522,7 +522,7 @@ def test_nothing_leaves_the_clients():
 
 
 def test_pld_is_asked_for_replace_one_of_sampled_examples_alone(monkeypatch):
-    """It doubles the sensitivity itself: 9.9973 in place of 4.3772, and RDP does not."""
+    """PLD doubles the sensitivity itself, which gives 9.9973, not 4.3772. RDP does not."""
     event = dp_accounting.GaussianDpEvent(10)
     for relation, pld in ((ZERO_OUT, 4.3772), (REPLACE_ONE, 9.9973)):
         assert PLDAccountant(relation).compose(event, 100).get_epsilon(1e-5) == pytest.approx(

@@ -1,4 +1,4 @@
-"""Canaries: their directions and scores against dense algebra, and what the audit proves."""
+"""Canaries: directions and scores, compared with dense algebra, and the audit's bounds."""
 
 import dataclasses
 import math
@@ -56,7 +56,7 @@ RUN = {"rounds": 2, "eval_every": 2, "progress": False, "audit": Canaries(60)}
 
 
 def scores_of(mechanism, canaries=1000, rounds=1, size=20_000, update=None):
-    """After some rounds in which clients send zeros; also what was released, round by round."""
+    """Return the canaries' scores after some rounds, and each round's aggregate."""
     update = jnp.zeros(size) if update is None else update
     algorithm = fedavg(MODEL, mechanism=mechanism)._replace(
         audit=Canaries(canaries),
@@ -71,7 +71,7 @@ def scores_of(mechanism, canaries=1000, rounds=1, size=20_000, update=None):
 
 
 def directions(scores, count, size):
-    """u_j as rows, by a dense Hadamard matrix."""
+    """Return the canaries' directions u_j as rows, by a dense Hadamard matrix."""
     columns = scipy.linalg.hadamard(_power_of_two(count)).T
     tiled = np.tile(columns, (1, -(-size // len(columns))))[:count, :size]
     return tiled * np.asarray(_canary_signs(jnp.asarray(scores.secret), size)) / math.sqrt(size)
@@ -118,7 +118,7 @@ def test_canaries_are_in_the_sum_and_scores_are_products(mechanism):
 
 
 def test_scores_of_a_gaussian_are_gaussian():
-    """z = 2, one round: 1 against 0 with std 2; the estimate is the true epsilon, the bound is below it."""
+    """At z = 2 scores differ by 1 with std 2. The estimate is the true epsilon."""
     scores, _ = scores_of(Mechanism(clip=1.0, noise_multiplier=2.0), 4000, size=200_000)
     inside, outside = scores.sum[scores.taken], scores.sum[~scores.taken]
     error = 2 * math.sqrt(4 / 4000)
@@ -132,13 +132,13 @@ def test_scores_of_a_gaussian_are_gaussian():
 
 
 def test_half_the_noise_is_caught():
-    """The noise of z = 1 under the statement of z = 2."""
+    """The noise has z = 1, and the statement claims z = 2."""
     scores, _ = scores_of(Mechanism(clip=1.0, noise_multiplier=1.0), 30_000, size=2**19)
     assert audit_report(scores, 1e-5)["at_least"] > get_epsilon_gaussian(2.0, 1e-5)
 
 
 def test_half_the_noise_shows_in_the_estimate_of_a_thousand_canaries(caplog):
-    """What a thousand canaries prove is below the stated epsilon, and their estimate is twice as large."""
+    """A thousand canaries prove less than the stated epsilon, but their estimate exceeds it."""
     scores, _ = scores_of(Mechanism(clip=1.0, noise_multiplier=1.0))
     mechanism = Mechanism(clip=1.0, noise_multiplier=2.0)
     statement = privacy_statement(planned_ledger(mechanism, 20, 1), mechanism, 20)
@@ -241,7 +241,7 @@ def test_an_audit_is_swept_and_kept_in_its_folder(tmp_path):
     ids=["adaptive", "plain"],
 )
 def test_the_final_model_is_scored_by_how_far_it_moved(optimizer, linear, tmp_path):
-    """By dense directions; under a plain server it is the sum, under an adaptive one it is not."""
+    """Scores of the move are those of the sum if the server is linear, and otherwise not."""
     options = {
         "clip": 0.3,
         "noise_multiplier": 0.5,
@@ -278,7 +278,7 @@ def test_the_model_is_the_first_part_with_the_shapes_of_an_update():
 
 
 def test_correlated_noise_is_audited_by_its_sum():
-    """With every client in all rounds the sum over rounds has little noise, and its estimate is near the truth."""
+    """If all clients take part, the sum over rounds has little noise, and its estimate is near."""
     mechanism = BandedNoise(clip=1.0, noise_multiplier=8.0, bands=4)
     scores, _ = scores_of(mechanism, 2000, rounds=8, size=100_000)
     matrix = np.sum([c * np.eye(8, k=-k) for k, c in enumerate(mechanism.strategy(8))], axis=0)

@@ -103,7 +103,7 @@ def test_convolutions_are_differentiated_one_by_one():
 
 
 def counting(data, private, key):
-    """A step whose every example has the gradient -1: what moves is the batch over its expected size."""
+    """Return the move of a step whose gradients are -1: the batch over its expected size."""
     return fit(
         data,
         private,
@@ -272,7 +272,7 @@ def test_private_steps_that_no_epsilon_counts_are_an_error():
 
 
 def trained_inside(around):
-    """Trace a round whose client trains inside `around`, a function of the training and its start."""
+    """Trace a round in which `around` gets the training function and its start."""
     method = fedavg(MODEL, local=steps(2, noise_multiplier=100.0))
 
     def client_update(key, server, state, data):
@@ -300,7 +300,7 @@ def over_lanes(train, start):
 
 
 def over_penalties(train, start):
-    """The penalties differ, and nothing else."""
+    """Return the first of three vectorised trainings, which differ only in their penalties."""
 
     def penalised(weight):
         return train(start, penalty=lambda params: weight * jnp.sum(params["head"]["bias"]))
@@ -506,7 +506,7 @@ def test_an_example_without_a_finite_gradient_contributes_nothing(model):
 
 
 def test_private_steps_have_no_derivative():
-    """Their noise is a constant, which a derivative loses: what is sent would be exact."""
+    """Their noise is a constant, so a derivative would have no noise."""
     method = fedavg(MODEL, local=steps(2))
 
     def client_update(key, server, state, data):

@@ -1,4 +1,4 @@
-"""Clients that drop out: how often, what the mean is then, and the epsilon that is true."""
+"""Clients that drop out: how often, the mean that results, and the true epsilon."""
 
 import dataclasses
 import itertools
@@ -29,7 +29,7 @@ KEYS = {"seed": jax.random.key(7), "secret": jax.random.split(jax.random.key(7))
 
 
 def drawn(sampling, key, rounds):
-    """Cohorts of some rounds, with the keys that a mechanism gives its sampler."""
+    """Draw the cohorts of some rounds, with the keys that a mechanism gives its sampler."""
 
     def cohort(index):
         return sampling.sample(derive(key, index // sampling.period, SAMPLE), C, index)
@@ -73,7 +73,7 @@ def test_a_mean_divides_by_the_expected_number_of_updates(sampler):
 @pytest.mark.parametrize(("z", "own"), [(1.0, 0.0), (1.0, 1.5), (2.0, 0.7), (0.0, 1.5)])
 @pytest.mark.parametrize("sampling", [Full(), FixedSize(2), Poisson(0.4)])
 def test_stated_is_never_below_the_truth_whoever_is_available(sampling, z, own, observer, replaced):
-    """One round, over all cohorts of three clients, given each set of those who could return."""
+    """The truth is over all cohorts of three clients, for each set of available clients."""
     dropouts = Dropouts(sampling, 0.5)
     m = Mechanism(1.0, z, client_noise=own, sampling=dropouts)
     value = epsilon(planned_ledger(m, 3, 1), m, unit=replaced, observer=observer, delta=DELTA).value

@@ -1,4 +1,4 @@
-"""Plans by what they depend on: the rounds of the most exposed client, by brute force and in closed form."""
+"""Limits of participation, compared with all schedules of a client and with closed forms."""
 
 import functools
 import itertools
@@ -42,7 +42,7 @@ WIDE = (0.3, 0.05, 0.2, 0.02, 0.15, 0.1, 0.05, 0.08, 0.02)
 
 
 def schedules(rounds, most, gap):
-    """All sets of at most `most` rounds that are at least `gap` apart."""
+    """Yield each list of 1 to `most` rounds whose distances are at least `gap`."""
     for number in range(1, most + 1):
         for chosen in itertools.combinations(range(rounds), number):
             if all(later - earlier >= gap for earlier, later in itertools.pairwise(chosen)):
@@ -56,7 +56,7 @@ def toeplitz(coefficients, rounds):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_limits_charge_a_strategy_for_the_worst_of_all_schedules(seed):
-    """Equal where it has at most b bands or does not increase; else at least as much."""
+    """The charge is exact for at most b bands or falling coefficients, and otherwise a bound."""
     rng = np.random.default_rng(seed)
     rounds, most, gap = int(rng.integers(3, 10)), int(rng.integers(1, 5)), int(rng.integers(1, 5))
     turns = Turns(1, rounds, gap, most)
@@ -74,7 +74,7 @@ def test_limits_charge_a_strategy_for_the_worst_of_all_schedules(seed):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_limits_charge_independent_noise_for_the_worst_of_all_schedules(seed):
-    """At least the brute-force sum of inverse squares; the same where all rounds have equal noise."""
+    """The charge is at least the largest sum of inverse squares, and equal for equal noise."""
     rng = np.random.default_rng(seed)
     rounds, most, gap = 9, int(rng.integers(1, 4)), int(rng.integers(1, 4))
     limits = {"participations": most, "separation": gap}
@@ -94,7 +94,7 @@ def test_limits_charge_independent_noise_for_the_worst_of_all_schedules(seed):
 
 
 def test_a_server_that_limits_participations_needs_the_square_root_of_their_number():
-    """One Gaussian of z / (sqrt(k) |c|) for at most b bands, whatever the sampler and however many the rounds."""
+    """For at most b bands it is one Gaussian of z / (sqrt(k) |c|), for any sampler and any T."""
     limits = {"participations": 12, "separation": 8}
     norm = math.sqrt(1 + 0.5**2 + 0.25**2)
     for sampling in (
@@ -209,7 +209,7 @@ def test_billions_of_rounds_end_in_a_result_or_name_the_rounds():
 
 
 def test_a_million_sampled_rounds_need_the_noise_of_the_central_limit():
-    """Where q sqrt(T) = 1, one Gaussian whose inverse square is exp(1 / z^2) - 1, the variance of a round's loss."""
+    """If q sqrt(T) = 1, the limit is a Gaussian of the inverse square exp(1 / z^2) - 1."""
     z = calibrate(2.0, clients=10**5, rounds=10**6, sampling=Poisson(1e-3), delta=1e-6)
     assert 1 < z / math.log1p(get_sigma_gaussian(2.0, 1e-6) ** -2.0) ** -0.5 < 1.002
 
@@ -218,7 +218,7 @@ def test_a_million_sampled_rounds_need_the_noise_of_the_central_limit():
     ("target", "rate", "rounds"), [(0.5, 0.3, 20), (8.0, 0.2, 30), (3.0, 0.02, 300)]
 )
 def test_sampled_noise_is_found_with_few_evaluations(monkeypatch, target, rate, rounds):
-    """Within 0.1% of the target by an accountant of its own; most evaluations are on wide grids."""
+    """The result is within 0.1% of the target, and most evaluations are on wide grids."""
     grids = []
     evaluate = accountants._pld_epsilon
     monkeypatch.setattr(
@@ -233,7 +233,7 @@ def test_sampled_noise_is_found_with_few_evaluations(monkeypatch, target, rate, 
 
 @pytest.mark.parametrize(("target", "delta"), [(0.01, 1e-5), (0.1, 1e-8)])
 def test_budgets_that_few_orders_cannot_prove_are_spent(target, delta):
-    """The guess is then that of the central limit, which is near; the library's losses are on a finer grid."""
+    """The first guess is the central limit, which is near. The test has a finer grid."""
     z = calibrate(target, clients=200, rounds=100, sampling=Poisson(0.1), delta=delta)
     accountant = PLDAccountant(NeighboringRelation.REPLACE_SPECIAL, 0.01 * 0.1 / z)
     accountant.compose(PoissonSampledDpEvent(0.1, GaussianDpEvent(z)), 100)
@@ -249,7 +249,7 @@ def test_budgets_beyond_floating_point_are_refused_by_name(budget):
 
 
 def test_noise_that_protects_nobody_has_a_plan():
-    """Losses exceed floating point; Renyi divergences of order a are at most a / (2 z^2) for each round."""
+    """Losses overflow. Rényi divergences of order a are at most a / (2 z^2) for each round."""
     (found,) = plan(clients=100, cohort=10, rounds=10, noise_multiplier=1e-9, kinds=("poisson",))
     assert 1e17 < found.epsilon <= 10 * 2 / (2 * 1e-18) * 1.01
 

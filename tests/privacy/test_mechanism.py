@@ -48,7 +48,7 @@ def test_noise_moments():
 
 
 def cohorts(sampling, clients, rounds):
-    """Of a run, as a mechanism draws them."""
+    """Return the cohorts [rounds, clients] of a run, as a mechanism draws them."""
     mechanism = Mechanism(sampling=sampling)
     draw = jax.jit(lambda t: mechanism.draw(jax.random.key(5), (), t, clients).sampled)
     return np.stack([draw(t) for t in range(rounds)])
@@ -157,7 +157,7 @@ def test_wrong_numbers_name_themselves(wrong, name):
 
 
 def test_a_clip_at_the_limit_clips():
-    """Coordinates of 2^-63 at most vanish: an update of ten million is longer than 1e-10 by 1e-5 of it."""
+    """The least clip bound holds to 1e-5 of its value, and smaller bounds raise an error."""
     update = jnp.full(10_000, 1e-10)
     clipped, _ = clip(update, 1e-10)
     assert np.linalg.norm(np.asarray(clipped, np.float64)) == pytest.approx(1e-10, rel=1e-5)

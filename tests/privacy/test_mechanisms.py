@@ -1,4 +1,4 @@
-"""Mechanisms that remember, or need each participant's own update, with any algorithm and on both stores."""
+"""Mechanisms with a memory, or with each participant's own update, for any algorithm."""
 
 import math
 from typing import Any
@@ -45,7 +45,7 @@ ROBUST = ("median", "trimmed mean", "krum")
 
 
 def sends(update, mechanism, rounds, clients=None, devices=1):
-    """Aggregates of some rounds in which client i sends `update(i)`, a vector, and the last memory."""
+    """Return the aggregates if client i sends the vector `update(i)`, the memory, and records."""
     base = fedavg(MODEL, mechanism=mechanism)
     shape = jax.eval_shape(update, jnp.int32(0))
     algorithm = base._replace(
@@ -102,7 +102,7 @@ def test_a_memory_is_swept_and_checkpointed(tmp_path):
 
 
 def test_a_clip_bound_finds_its_quantile():
-    """Norms 0.1 to 1.1: three quarters are below 0.85, give or take one client of eleven."""
+    """Of norms 0.1 to 1.1, three quarters are below 0.85, up to one client of eleven."""
     direction = jnp.ones(50) / math.sqrt(50)
     mechanism = AdaptiveClip(clip=5.0, noise_multiplier=0.01, quantile=0.75, bit_noise=0.05)
     _, memory, records = sends(lambda i: 0.1 * (i + 1) * direction, mechanism, rounds=60)
@@ -112,7 +112,7 @@ def test_a_clip_bound_finds_its_quantile():
 
 
 def test_update_and_bit_share_one_gaussian():
-    """z = 1, sigma_b = 5: 1.00504 on the update, and the ledger charges 1."""
+    """At z = 1 and sigma_b = 5 the update gets 1.00504, and the ledger charges 1."""
     mechanism = AdaptiveClip(clip=2.0, noise_multiplier=1.0, bit_noise=5.0, rate=0.0)
     aggregates, memory, records = sends(lambda i: jnp.zeros(20_000), mechanism, rounds=2)
     assert float(memory.scale) * 5 == pytest.approx(1.00504, abs=5e-6)
@@ -128,7 +128,7 @@ def test_update_and_bit_share_one_gaussian():
 
 
 def test_banded_noise_has_the_covariance_of_its_factorisation():
-    """Noise is C^-1 xi: its covariance over rounds is the inverse of C^T C."""
+    """The noise is C^-1 xi, so its covariance over rounds is the inverse of C^T C."""
     bands, rounds, size = 3, 5, 40_000
     mechanism = BandedNoise(clip=0.5, noise_multiplier=2.0, bands=bands)
     aggregates, _, records = sends(lambda i: jnp.zeros(size), mechanism, rounds)
@@ -157,7 +157,7 @@ def test_banded_noise_has_the_covariance_of_its_factorisation():
 
 
 def in_single_precision(coefficients, rounds):
-    """How far float32 moves the fresh noise of banded noise in its last round, as a root mean square."""
+    """Return the root mean square by which float32 changes the last round's fresh noise."""
     fresh = np.random.default_rng(0).standard_normal((rounds, 4000)).astype(np.float32)
     noise = np.zeros_like(fresh)
     for t in range(rounds):
@@ -209,7 +209,7 @@ def test_strategies_of_the_papers_hold_for_any_number_of_rounds():
 
 
 def test_correlated_noise_is_charged_for_the_rounds_of_each_client():
-    """Against the norm of S x over all signs of x, for cohorts as they were drawn."""
+    """The charge is compared with the norm of S x over all signs of x, for drawn cohorts."""
     rng = np.random.default_rng(0)
     present = rng.random((6, 9)) < 0.4
     present[:, 4] = False
@@ -239,7 +239,7 @@ def test_correlated_noise_is_charged_for_the_rounds_of_each_client():
 
 
 def test_separation_costs_the_square_root_of_the_rounds():
-    """Rounds b apart: z / (sqrt(k) |c|), whatever the sampler of a fixed size."""
+    """Rounds at a distance of b cost z / (sqrt(k) |c|), for any sampler of a fixed size."""
     mechanism = BandedNoise(
         clip=1.0, noise_multiplier=4.0, bands=5, sampling=MinSeparation(2, separation=5)
     )
@@ -251,7 +251,7 @@ def test_separation_costs_the_square_root_of_the_rounds():
 
 
 def test_cyclic_poisson_amplifies_bands():
-    """A client's turns are Poisson-sampled Gaussians of z / |c|: as the plain mechanism of that multiplier."""
+    """A client's turns are Poisson-sampled Gaussians with the multiplier z / |c|."""
     sampling, norm = CyclicPoisson(0.01, 4), float(np.linalg.norm(square_root(4)))
     banded = BandedNoise(clip=1.0, noise_multiplier=2.0 * norm, bands=4, sampling=sampling)
     turns = Mechanism(clip=1.0, noise_multiplier=2.0, sampling=Poisson(0.04))
@@ -299,7 +299,7 @@ def test_blt_beats_what_it_contains():
 
 
 def test_extrapolated_noise_is_the_means_of_the_deployment():
-    """z C / m' on the mean; epsilon of the run is that of z m / m'."""
+    """The noise on the mean is z C / m', and the run's epsilon is that of z m / m'."""
     mechanism = Extrapolated(clip=0.5, noise_multiplier=2.0, cohort=110, population=1100)
     aggregates, _, records = sends(lambda i: jnp.zeros(40_000), mechanism, rounds=2)
     assert aggregates.std() == pytest.approx(
@@ -317,7 +317,7 @@ def test_extrapolated_noise_is_the_means_of_the_deployment():
 
 
 def test_the_public_cifar_10_workload_states_two_epsilons():
-    """z 0.609 of a million clients and cohorts of 1,000 is 0.0305 of the 1,000 that are simulated."""
+    """A z of 0.609 with cohorts of 1,000 is 0.0305 with the simulated cohorts of 50."""
     mechanism = Extrapolated(clip=0.4, noise_multiplier=0.609, sampling=Poisson(0.05), delta=1e-6)
     plan = planned_ledger(mechanism, 1000, 1500)
     np.testing.assert_allclose(plan.noise_multiplier, 0.03045)
@@ -341,7 +341,7 @@ def test_trimmed_mean_of_those_who_take_part(devices):
 
 @pytest.mark.parametrize("keep", [1, 3])
 def test_krum_drops_liars(keep):
-    """Against the paper's score in NumPy; three of eleven send far-off updates, and none is chosen."""
+    """Scores equal the paper's in NumPy. Three of eleven lie, and none of these is chosen."""
     rng = np.random.default_rng(1)
     updates = rng.normal(size=(len(SIZES), 6)).astype(np.float32) + 5
     liars = [1, 4, 8]

@@ -1,4 +1,4 @@
-"""Noise, sums and coins at the precision that the accountant takes for granted."""
+"""Noise, sums and coins at the precision that the accountant assumes."""
 
 import dataclasses
 import fractions
@@ -34,7 +34,7 @@ KEY = jax.random.key(3)
 
 
 def words(value, count):
-    """A whole number in words of 32 bits, the highest first."""
+    """Return a whole number as `count` words of 32 bits, the highest first."""
     return [value >> 32 * i & 0xFFFFFFFF for i in reversed(range(count))]
 
 
@@ -69,7 +69,7 @@ def is_gaussian(values, std):
 
 
 def probe(update, mechanism, like=None, clients=None):
-    """A method whose clients send `update(key, data)`, and whose server keeps the aggregate and some weights."""
+    """Return a method whose clients send `update(key, data)`. The server keeps the aggregate."""
     like, clients = jnp.zeros(()) if like is None else like, clients or small_clients()
 
     def init(key, num_clients):
@@ -91,7 +91,7 @@ def probe(update, mechanism, like=None, clients=None):
 
 
 def aggregate(algorithm, clients=None, *, chunk=1, devices=1, key=KEY):
-    """Of the first round."""
+    """Return the server's state after the first round."""
     population = place(clients or small_clients(), jax.devices()[:devices])
     step = compile_rounds(algorithm, population, chunk=chunk, segment=1)
     return jax.device_get(step(key, 0, 1, *initialize(key, key, algorithm, population))[0].server)
@@ -143,7 +143,7 @@ def test_dp_sgd_in_half_precision_draws_single_precision_noise(norms):
 
 
 def crowd(values):
-    """Clients with one example each, of these values."""
+    """Return clients with one example each, whose inputs are the values."""
     number = len(values)
     rows, nobody = np.arange(number, dtype=np.int32)[:, None], np.zeros(number, np.int32)
     train, test = Lists.of(rows), Lists.of(rows[:, :0])
@@ -153,7 +153,7 @@ def crowd(values):
 
 
 def change(algorithm, clients, neighbours, *, devices, chunk):
-    """Norm of the difference between two exact sums, over the clip bound."""
+    """Return the norm of the difference between two exact sums, divided by the clip bound."""
     population = place(clients, jax.devices()[:devices])
     center, states = initialize(KEY, KEY, algorithm, population)
     ids = jnp.arange(clients.num_clients)
@@ -179,7 +179,7 @@ def change(algorithm, clients, neighbours, *, devices, chunk):
 
 @pytest.mark.parametrize(("chunk", "power"), [(1, 18), (100, 11)])
 def test_one_of_a_million_clients_changes_the_sum_by_its_clip_bound(chunk, power):
-    """Two sums, just below a power of two and at it, drift apart in single precision: by 3,718 bounds, and by 0.36."""
+    """In single precision two such sums would differ by 3,718 or by 0.36 clip bounds."""
     own, below, step = (
         500_000,
         chunk * 2**power,
@@ -225,13 +225,13 @@ def test_wide_sums_are_those_of_whole_numbers():
 
 
 def threshold(k):
-    """2^95 P(|X| >= k)."""
+    """Return 2^95 P(|X| >= k) as a whole number."""
     high, middle, low = noise._thresholds()[:, k]
     return (int(high) << 63) + (int(middle) >> 1 << 32) + int(low)
 
 
 def test_thresholds_are_the_tails_of_a_rounded_gaussian():
-    """Tails against erfc, which is right to some 1e-16 of its value, and single probabilities by their differences."""
+    """Tails equal erfc to about 1e-16, and their differences equal single probabilities."""
     for k in (1, 2, 500, 20_000, 50_000, 100_000, 150_000, 190_000):
         expected = scipy.special.erfc((k - 0.5) / noise.STEPS / math.sqrt(2))
         assert threshold(k) / 2**95 == pytest.approx(expected, rel=3e-14)
@@ -256,7 +256,7 @@ def test_thresholds_are_the_tails_of_a_rounded_gaussian():
 
 @pytest.mark.parametrize("guess", [None, 0.0, 1e9, jnp.nan])
 def test_a_draw_depends_on_its_bits_alone(guess, monkeypatch):
-    """At thresholds and just below them, where 63 bits cannot tell, and whatever the first guess."""
+    """Bits lie at thresholds or just below, where 63 bits do not decide, for any first guess."""
     if guess is not None:
         monkeypatch.setattr(noise, "_guess", lambda bits: jnp.full(bits.shape[1], guess))
     sizes = [1, 2, 77, 30_000, 65_536, 150_000, 250_000, 330_000]
@@ -360,7 +360,7 @@ GRID = Mechanism(clip=1.0, noise_multiplier=2.0, sampling=Poisson(0.7), noise="g
 
 
 def whole(key, data):
-    """An update of random whole numbers, below the clip bound: no program computes it otherwise."""
+    """Return an update of random scaled integers, which all programs compute equally to the bit."""
     bits = jax.random.bits(key, (40,), jnp.uint32) >> 12
     return {"a": bits[:30].reshape(5, 6) * 2.0**-24, "b": -(bits[30:] * 2.0**-25)}
 
@@ -387,7 +387,7 @@ def test_a_round_on_the_grid_is_bit_identical_on_more_devices_and_in_the_host_st
 
 
 def streamed(algorithm):
-    """The server after the first round, with client states on the host."""
+    """Return the server's state after the first round, with client states on the host."""
     stream = Stream(KEY, all_keys(KEY), algorithm, small_clients(), None, 1, None)
     stream.compile(())
     stream.rounds(0, 1)
@@ -399,7 +399,7 @@ def on_grid(algorithm):
 
 
 def test_what_is_released_lies_on_one_grid_with_and_without_a_client():
-    """So its digits cannot tell who was there; in single precision they do, at any epsilon."""
+    """Its digits do not reveal a client. In single precision they do, at any epsilon."""
     mechanism = Mechanism(clip=1.0, noise_multiplier=40.0, noise="grid")
     unit = np.float32(40 / noise.STEPS) / np.float32(11)
     update = lambda key, data: jnp.where(data.size == 7, 1.0, 0.3) * whole(key, data)["a"]  # noqa: E731
@@ -425,7 +425,7 @@ def test_grid_noise_has_the_stated_std():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dp_pfeddsu", "centaur"])
 def test_methods_run_on_the_grid(name):
-    """Noise apart, of which there is little, a round is the same."""
+    """A round is the same, up to its little noise."""
     plain = ALGORITHMS[name](z=0.02)
     found, expected = (aggregate(algorithm).params for algorithm in (on_grid(plain), plain))
     for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):

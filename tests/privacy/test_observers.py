@@ -1,4 +1,4 @@
-"""What is stated of small populations, against the true divergence of one round over all their cohorts."""
+"""Statements for small populations, compared with the true divergence over all cohorts."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ DELTA = 1e-3
 
 @pytest.mark.parametrize("sampling", [Full(), Poisson(0.5), FixedSize(2)])
 def test_a_small_weight_is_charged_with_the_rounding_of_the_largest(sampling):
-    """By `jaxfl.privacy.sums` a client moves a sum by up to w C (1 + 2^-20) + 5.1e-6 C max w."""
+    """A client changes a sum by up to w C (1 + 2^-20) + 5.1e-6 C max w (`jaxfl.privacy.sums`)."""
     weights = np.array([1.0, 0.3, 1e-3, 1e-7, 0.0])
     m = Mechanism(clip=1.0, noise_multiplier=2.0, sampling=sampling, weights=weights)
     stated = m.view(planned_ledger(m, 5, 3), "aggregate").multiplier
@@ -30,7 +30,7 @@ def test_a_small_weight_is_charged_with_the_rounding_of_the_largest(sampling):
 
 
 def cohorts(sampling, clients: int) -> dict[tuple[int, ...], float]:
-    """Every cohort and its probability."""
+    """Return the probability of every cohort, a tuple of 0 and 1 for each client."""
     found = {}
     for coins in itertools.product((0, 1), repeat=clients):
         if isinstance(sampling, Poisson):

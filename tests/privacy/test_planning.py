@@ -1,4 +1,4 @@
-"""Plans against the closed form of the Gaussian, other accountants' numbers, and what they say of themselves."""
+"""Plans, compared with the Gaussian's closed form and other accountants, and their texts."""
 
 import dataclasses
 import math
@@ -107,7 +107,7 @@ def test_rounds_and_cohort_for_a_budget_are_the_largest():
     ],
 )
 def test_correlated_noise_is_for_large_populations(deployment, banded, separated):
-    """Ratios to Poisson sampling with independent noise at one epsilon, computed elsewhere to two digits."""
+    """The expected ratios to Poisson sampling at one epsilon are known to two digits."""
     names = dict(zip(("clients", "cohort", "rounds", "epsilon"), deployment))
     by_kind = {
         each.kind: each.error for each in plan(**names, kinds=("poisson", "banded", "separated"))
@@ -180,7 +180,7 @@ def test_needs_name_what_an_epsilon_rests_on(plans):
     ],
 )
 def test_a_sampler_without_needs_amplifies_nothing(sampling):
-    """Without hidden coins or a hidden draw the view is that of plain Gaussians, and conversely."""
+    """Without a hidden cohort the observer's view is that of plain Gaussians, and conversely."""
     mechanism = Mechanism(clip=1.0, noise_multiplier=2.0, sampling=sampling)
     for stateful in (False, True):
         view = mechanism.view(planned_ledger(mechanism, 10, 4), "aggregate")
@@ -221,7 +221,7 @@ def test_clients_with_a_state_gain_nothing_from_a_hidden_draw():
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Halved(Mechanism):
-    """A mechanism of one's own, half of whose noise cancels in the model."""
+    """A user's mechanism, half of whose noise cancels in the model."""
 
     def error(self, rounds):
         return super().error(rounds) / 2
@@ -249,7 +249,7 @@ def test_a_mechanism_of_ones_own_leaves_the_error_that_it_states():
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Declares(Mechanism):
-    """A mechanism of one's own that declares any error."""
+    """A user's mechanism that declares any error."""
 
     declared: float = 1.0
 

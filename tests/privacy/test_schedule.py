@@ -1,4 +1,4 @@
-"""Budgets and noise from closed forms; filters against adversaries."""
+"""Budgets and noise by closed forms, and filters against adversaries."""
 
 import math
 from typing import Any
@@ -146,7 +146,7 @@ def test_shares_of_clients():
 
 
 def test_noise_of_clients_splits_the_cost():
-    """Half of 8 rounds: uploads 4 * 4 / s^2, releases 4 / r^2, together the cost of one Gaussian of epsilon."""
+    """In 4 of 8 rounds uploads cost 16 / s^2 and releases 4 / r^2, together the budget."""
     plan = client_noise(
         fixed_budgets(1.0, 8), 3.0, participation=0.5, release_share=0.25, accountant="pld"
     )
@@ -160,7 +160,7 @@ def test_noise_of_clients_splits_the_cost():
 
 
 def play(mechanism: Mechanism, releases: np.ndarray, coins: np.ndarray) -> Ledger:
-    """The engine's rounds without any training: the filter in single precision, and what it lets happen."""
+    """Return the ledger of rounds without training, in which the filter stops clients."""
     rounds, clients = coins.shape
     accounts, key, mesh = mechanism.init(KEY, dict, clients), KEY, jax.make_mesh((1,), ("clients",))
     present, noises = [], []
@@ -186,7 +186,7 @@ def play(mechanism: Mechanism, releases: np.ndarray, coins: np.ndarray) -> Ledge
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_adversarial_risks_never_exceed_epsilon(data):
-    """Whatever is released, whoever takes part, and even with shares above 1, which eq. 12 never gives."""
+    """This holds for any releases and cohorts, and for shares above 1, which (12) never gives."""
     target, rounds, clients = 2.0, data.draw(st.integers(1, 25)), 3
     plan = client_noise(
         round_budgets(1.0, rounds, beta=data.draw(st.floats(0, 4))),

@@ -1,4 +1,4 @@
-"""Distributed Skellam noise: its distribution, its epsilon, its sums and its dropouts, against twins."""
+"""Distributed Skellam noise: distribution, epsilon, sums and dropouts, compared with twins."""
 
 import dataclasses
 import fractions
@@ -38,14 +38,14 @@ BASE = {"clip": 0.5, "noise_multiplier": 2.0}
 
 
 def log_masses(variance, last):
-    """log P(X = k) for |k| <= last, by Bessel functions in 30 digits."""
+    """Return log P(X = k) for k from -last to last, by Bessel functions in 30 digits."""
     with mpmath.workdps(30):
         half = [float(mpmath.log(mpmath.besseli(k, variance)) - variance) for k in range(last + 1)]
     return np.array([*half[:0:-1], *half])
 
 
 def exact_divergence(variance, shift, order):
-    """Rényi divergence of a shifted Skellam variable from the unshifted one."""
+    """Return the Rényi divergence of a shifted Skellam variable from the unshifted one."""
     last = 40 + int(20 * math.sqrt(variance)) + order * shift
     masses = log_masses(variance, last + shift)
     unmoved = masses[shift : len(masses) - shift]
@@ -54,7 +54,7 @@ def exact_divergence(variance, shift, order):
 
 
 def exact_epsilon(variance, shift, delta):
-    """Least epsilon of a shifted Skellam variable against the unshifted one, by its privacy losses."""
+    """Return the least epsilon of a Skellam variable against its shift, by privacy losses."""
     last = 40 + int(20 * math.sqrt(variance))
     masses = log_masses(variance, last + shift)
     unmoved, moved = masses[shift : len(masses) - shift], masses[: len(masses) - 2 * shift]
@@ -69,7 +69,7 @@ def exact_epsilon(variance, shift, delta):
 
 
 def gaussian_epsilon(z):
-    """By Rényi divergences of the whole orders alone, for which the theorem holds."""
+    """Return a Gaussian's epsilon by Rényi divergences of whole orders, as the theorem needs."""
     orders = np.arange(2, 400)
     return dp_accounting.rdp.compute_epsilon(orders.tolist(), (orders / (2 * z**2)).tolist(), 1e-5)[
         0
@@ -118,7 +118,7 @@ def test_shares_are_skellam_and_so_are_their_sums(pair):
 
 @pytest.mark.parametrize("variance", [0.5, 5.0, 100.0])
 def test_the_theorem_bounds_exact_divergences(variance):
-    """Also over two coordinates, whose divergences add up."""
+    """The bound also holds for two coordinates, whose divergences add up."""
     for shift in (1, 2, 7):
         for order in (2, 5, 20):
             exact = exact_divergence(variance, shift, order)
@@ -147,7 +147,7 @@ def test_a_rounds_epsilon_is_just_above_the_exact_one(steps, z):
 
 
 def test_rounds_compose_like_the_librarys_divergences():
-    """The paper's formula with both sensitivities, added up over rounds with their own shares."""
+    """The epsilon is the paper's formula, added up over rounds with their own shares."""
     rounds, steps, z, delta = 6, 64, 2.0, 1e-6
     mechanism = Skellam(
         clip=1.0, noise_multiplier=z, steps=steps, dropout=0.25, sampling=FixedSize(40)
@@ -230,7 +230,7 @@ def test_sums_are_modular_and_lie_on_the_grid():
 
 @pytest.mark.parametrize("value", [0.6, 0.5, 1.49])
 def test_no_rounding_lengthens_an_update(value):
-    """All coordinates end in .6, say: rounding to the nearest step would double the norm."""
+    """If all coordinates end in .6, rounding to the nearest step would double the norm."""
     numbers = SharedGrid(2.0, 64)
     size, radius = 700, 32.0
     direction = jnp.full(size, value)

@@ -54,7 +54,7 @@ def test_states_both_observers_by_both_accountants():
 
 
 def test_each_number_has_its_own_theorem():
-    """Fixed size: only RDP has a theorem of sampling without replacement, and PLD's number rests on another."""
+    """For a fixed size only RDP has a theorem of sampling without replacement. PLD has another."""
     statement = state(
         Mechanism(clip=1.0, noise_multiplier=3.0, sampling=FixedSize(10)), clients=1000, rounds=50
     )
@@ -128,7 +128,7 @@ def test_the_headline_is_never_above_a_bound_that_covers_it(noise, floor, sampli
 
 
 def test_sums_show_no_more_than_the_uploads_that_they_are_made_of():
-    """Each of 10 clients was there once: its upload is one Gaussian at 3 / 2, where the sums count 10 rounds at 3."""
+    """Each of 10 clients took part once, as one Gaussian at 3 / 2. Sums count 10 rounds at 3."""
     m = Mechanism(clip=1.0, client_noise=3.0, sampling=Poisson(0.1))
     record = planned_ledger(m, 10, 10)._replace(participants=np.eye(10, dtype=bool))
     honest = privacy_statement(record, m, 10)["honest"]
@@ -145,7 +145,7 @@ def test_sums_show_no_more_than_the_uploads_that_they_are_made_of():
 
 
 def test_another_client_knows_its_own_noise():
-    """Two clients that add half of the variance each: one of them sees what the other's own noise leaves."""
+    """Two clients add half of the variance each. Each one sees only the noise of the other."""
     m = Mechanism(clip=1.0, client_noise=2.25 / math.sqrt(2))
     seen = state(m, clients=2, rounds=1)["honest"]["aggregate"]
     assert seen["epsilon"] == pytest.approx(get_epsilon_gaussian(2.25, 1e-5), rel=1e-6)
@@ -216,7 +216,7 @@ def test_private_steps_keep_their_warning_of_single_precision_under_a_grid():
 
 
 def test_an_adaptive_bound_says_what_updates_and_bits_get():
-    """z covers both: 1/z^2 is 1/y^2 of the updates plus 1/(2 s)^2 of the bits, each a half from the middle."""
+    """z covers both, because 1/z^2 is 1/y^2 of the updates plus 1/(2 s)^2 of the bits."""
     m = AdaptiveClip(clip=2.0, noise_multiplier=3.0, quantile=0.7, bit_noise=2.0)
     moves, split = state(m)["details"]
     assert "2 in the first round" in moves
@@ -241,7 +241,7 @@ def test_weights_are_said_to_be_public():
 
 
 def test_a_statement_of_an_older_version_has_the_same_lines():
-    """Its sentences have no codes."""
+    """The sentences of older versions have no codes."""
     statement = state(Mechanism(clip=1.0, noise_multiplier=9.0, sampling=FixedSize(5)))
     parts = ("warnings", "assumed", "not_covered")
     older = statement | {name: list(statement[name].values()) for name in parts}
@@ -256,7 +256,7 @@ def test_lines_are_short():
 
 
 def test_the_same_is_accounted_once(monkeypatch):
-    """Seeds and points of a sweep repeat a run; 10 s each, where a schedule has many levels."""
+    """Seeds and points of a sweep repeat a run. Each would take 10 s for many levels."""
     m = Mechanism(clip=1.0, noise_multiplier=tuple(np.linspace(5, 9, 4)), sampling=Poisson(0.1))
     first = state(m, rounds=4)
     monkeypatch.setattr(dp_accounting.pld, "PLDAccountant", None)

@@ -1,4 +1,4 @@
-"""The page of a run, a sweep or a comparison: read back, element by element."""
+"""The page of a run, a sweep or a comparison, which is parsed element by element."""
 
 import html.parser
 import importlib.util
@@ -24,7 +24,7 @@ from jaxfl.run.folder import run_folder
 
 
 class Page(html.parser.HTMLParser):
-    """Tables with all digits of their numbers, texts by kind of element, and what must not be there."""
+    """A parsed page: its tables with all digits, and its texts by kind of element."""
 
     VOID = frozenset({"meta", "link", "br", "img"})
 
@@ -64,7 +64,7 @@ class Page(html.parser.HTMLParser):
             self.tables[-1][-1][-1] += data
 
     def table(self, *head):
-        """Bodies of the tables that begin with these columns."""
+        """Return the bodies of the tables that begin with these columns."""
         return [rows[1:] for rows in self.tables if rows[0][: len(head)] == list(head)]
 
 

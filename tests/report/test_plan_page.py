@@ -1,4 +1,4 @@
-"""The page about a plan: read back, element by element."""
+"""The page about a plan, which is parsed element by element."""
 
 import pytest
 from test_page import Page
@@ -10,7 +10,7 @@ DEPLOYMENT = {"clients": 3_000_000, "cohort": 5000, "rounds": 720}
 
 
 def test_a_plan_for_devices_that_check_in_once_a_day(tmp_path):
-    """One round an hour over 30 days, and a device takes part at most once a day."""
+    """There is a round each hour for 30 days, and a device takes part at most once a day."""
     found = plan(
         **DEPLOYMENT,
         epsilon=2.0,

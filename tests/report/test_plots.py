@@ -1,4 +1,4 @@
-"""Pictures, by what a reader needs of them: nothing over the data, whole rounds, labels in the curves' order."""
+"""Pictures: nothing covers the data, rounds are whole, and labels have the curves' order."""
 
 import math
 
@@ -13,7 +13,7 @@ from jaxfl.report.looks import METHODS, looks, series
 
 
 def rows(count, *, noisy=True, every=10):
-    """A run: its score rises, its loss falls below that of training, epsilon grows."""
+    """Return the metrics of a run with rising scores, falling losses and growing epsilons."""
     made = []
     for i in range(1, count + 1):
         mean = 0.6 + 0.3 * i / count
@@ -39,7 +39,7 @@ def drawn(figure):
 
 
 def covered(figure):
-    """Legends and texts of the figure that cover a part of a panel's inside."""
+    """Return the boxes of legends and titles that cover a part of a panel's inside."""
     renderer = figure.canvas.get_renderer()
     legends = [axes.get_legend() for axes in figure.axes if axes.get_legend()]
     boxes = [
@@ -50,7 +50,7 @@ def covered(figure):
 
 
 def outside(figure):
-    """Legends that leave the picture."""
+    """Return the boxes of legends that reach beyond the picture."""
     renderer = figure.canvas.get_renderer()
     boxes = [
         axes.get_legend().get_window_extent(renderer) for axes in figure.axes if axes.get_legend()
@@ -118,7 +118,7 @@ def test_wide_intervals_of_shares_do_not_stretch_the_panel():
 
 
 def found(count):
-    """Methods whose curves end the higher the later their number, one without noise, and one that sends nothing."""
+    """Return scores by method and epsilon: `count` methods in rising order, and two references."""
     noisy = {f"method {k}": dict.fromkeys((1.0, 8.0), (0.3 + 0.04 * k, 0.01)) for k in range(count)}
     return noisy | {"FedAvg": {math.inf: (0.9, 0.01)}, "local": {math.inf: (0.32, math.nan)}}
 

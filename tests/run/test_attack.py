@@ -1,4 +1,4 @@
-"""Membership by the loss: closed forms of the scores, and what clipping and noise do to the attack."""
+"""Membership by the loss: closed forms of scores, and the effect of clipping and noise."""
 
 import math
 from typing import Any
@@ -40,7 +40,7 @@ def test_scores_are_their_definitions():
 
 
 def test_an_overfitted_upload_tells_its_examples_and_noise_hides_them(clients):
-    """One and the same training; only what leaves the client differs."""
+    """All training is the same. Only the uploads differ."""
     aucs = []
     for clip, noise in ((float("inf"), 0.0), (1.0, 5.0)):
         local = LocalSGD(optax.sgd(0.5), 5, 60)

@@ -28,7 +28,7 @@ def private():
 
 
 def by_hand(result):
-    """Accuracy and mean loss on the test digits, from the model's own outputs."""
+    """Return accuracy and mean loss on the test digits, from the model's own outputs."""
     outputs = result.model()(DIGITS.test_inputs)
     losses = jax.device_get(MODEL.task.loss(jnp.asarray(outputs), jnp.asarray(DIGITS.test_labels)))
     return np.mean(outputs.argmax(-1) == DIGITS.test_labels), losses.mean()

@@ -1,4 +1,4 @@
-"""Damage to a folder, and two runs in one: results are those of the run, or there are none."""
+"""Damage to a folder, and two runs in one folder: results are the run's, or there are none."""
 
 import errno
 import hashlib
@@ -36,7 +36,7 @@ LIKE = {
 
 
 def state_of(round_):
-    """Of a server, whatever it is."""
+    """Return a state for a round: a server of random weights, and the round's number."""
     weights = np.random.default_rng(round_).normal(size=(30, 4)).astype(np.float32)
     return {"server": {"w": jax.numpy.asarray(weights)}, "round": np.array([round_])}
 
@@ -51,7 +51,7 @@ def rows_of(round_, ids):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A folder with checkpoints of rounds 2 and 3, and what they hold: a state and all rows."""
+    """Return a folder with checkpoints of rounds 2 and 3, and the state and rows in each."""
     folder, held = tmp_path_factory.mktemp("saved"), {}
     checkpoints, store = (
         Checkpoints(folder / "ckpt", FACTS, PLAN),
@@ -68,7 +68,7 @@ def saved(tmp_path_factory):
 
 
 def restored(folder, facts=FACTS, plan=PLAN):
-    """The round that a folder goes on from, its state, and all rows."""
+    """Return the round from which a folder resumes, its state, and all rows."""
     store, found = Store(folder / "states", LIKE, CLIENTS), []
 
     def take(round_, state, made):
@@ -87,7 +87,7 @@ def equal(a, b):
 
 
 def damage(random, path):
-    """A bit, the end, or all of a file."""
+    """Flip a bit of a file, cut its end, replace its content, or delete it."""
     content = bytearray(path.read_bytes())
     kind = random.choice(["flip", "cut", "lose", "garble"])
     if kind == "flip" and content:
@@ -103,7 +103,7 @@ def damage(random, path):
 
 
 def rows_are_whole(folder, rows):
-    """Whether each of these rows is in one of its two places."""
+    """Return whether each of these rows is in one of its two places."""
     path, row = (
         folder / "states" / "rows.bin",
         np.dtype([("head", np.float32, 3), ("mask", np.uint8, 5)], align=True),
@@ -419,7 +419,7 @@ def quiet(folder, name="local_only", **options):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Finished runs of both stores, with a checkpoint after each round."""
+    """Return folder and result of a finished run of each store, with checkpoints of all rounds."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxfl.run.followers._CHECKPOINT_SECONDS", -1.0)

@@ -1,4 +1,4 @@
-"""`compare`: its protocol, its tables, and what it refuses."""
+"""`compare`: its protocol, its tables, and its errors."""
 
 import math
 from functools import partial
@@ -239,7 +239,7 @@ def one_example_each():
 
 
 def result(accuracy, *, dropped=0.0, rounds=(1,)):
-    """A result of a run that sends nothing, made by hand."""
+    """Return a result, made by hand, of a run that sends nothing."""
     rows: list[dict[str, Any]] = [
         {"round": number, "accuracy": accuracy, "epsilon": 0.0} for number in rounds
     ]
@@ -248,7 +248,7 @@ def result(accuracy, *, dropped=0.0, rounds=(1,)):
 
 
 def swept(monkeypatch, outcome):
-    """Let `outcome(rate, seed)` make results in place of sweeps; returns the columns of each sweep."""
+    """Let `outcome(rate, seed)` make the results of sweeps, and return each sweep's columns."""
     calls = []
 
     def fake(key, build, values, clients, **options):

@@ -1,4 +1,4 @@
-"""Bytes against counts by hand, hours against a plain loop, and runs in which clients drop out."""
+"""Bytes, compared with counts by hand, hours, with a plain loop, and runs with dropouts."""
 
 import functools
 import json
@@ -25,7 +25,7 @@ HEAD = 16 * 10 + 10
 ALL = EXTRACTOR + HEAD
 BITMAP = math.ceil(ALL / 8)
 KEPT = math.ceil(0.1 * 64 * 16) + 16 + math.ceil(0.1 * 16 * 10) + 10
-"""Weights of a mask of a tenth, with all biases."""
+"""Number of weights that a mask of a tenth keeps, with all biases."""
 
 
 def private(sampling=Poisson(0.6)):
@@ -165,7 +165,7 @@ def test_hours_and_bytes_so_far_are_those_of_a_plain_loop():
 
 @pytest.mark.parametrize(("sampling", "drawn"), [(FixedSize(4), 4), (Poisson(0.5), None)])
 def test_clients_that_drop_out_received_the_broadcast(sampling, drawn):
-    """Of cohorts of a fixed size their number is known. Others are estimated from who returned."""
+    """Their number is known for cohorts of a fixed size, and otherwise estimated."""
     result = simulate(KEY, private(sampling), CLIENTS, availability=0.5, **QUIET)
     row = deployment_cost(result)[-1]
     arrived = result.ledger.participants.sum()

@@ -1,4 +1,4 @@
-"""One epsilon per run: rows, bar, callbacks and reports show what the privacy statement says."""
+"""One epsilon per run: rows, bar, callbacks and reports show that of the privacy statement."""
 
 import json
 import math
@@ -40,7 +40,7 @@ NOISES: dict[str, dict[str, Any]] = {
 
 
 def happened(mechanism, dp_sgd=None):
-    """A plan of which about half of the participations happened."""
+    """Return the ledger of a plan of which about half of the participations happened."""
     plan = planned_ledger(mechanism, C, ROUNDS, dp_sgd)
     drawn = np.random.default_rng(0).random((ROUNDS, C)) < 0.5
     made = plan.participants & drawn
@@ -50,7 +50,7 @@ def happened(mechanism, dp_sgd=None):
 
 
 def agrees(ledger, mechanism, **options):
-    """Whether the epsilons so far are those of the statement, after every number of rounds."""
+    """Check that running epsilons equal the statement's, after one, four and all rounds."""
     spent = running_epsilon(mechanism, C, **options)
     for done in (1, 4, ROUNDS):
         part = first_rounds(ledger, done)
@@ -162,7 +162,7 @@ def test_noise_too_faint_to_account_for_is_stated():
 
 
 def test_a_public_run_publishes_the_plan_alone(tmp_path):
-    """The rounds as they happened show how often the most frequent client was drawn."""
+    """The rounds as they happened reveal how often the most frequent client was drawn."""
     mechanism = Mechanism(clip=1.0, client_noise=4.0, sampling=Poisson(0.4))
     steps = DPSGD(clip=1.0, noise_multiplier=1.0, rate=0.2, steps=1)
     method = fedavg(MODEL, local=steps, mechanism=mechanism)

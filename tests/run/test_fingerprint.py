@@ -1,4 +1,4 @@
-"""A folder belongs to one run: whatever decides a result tells another run from it, and nothing else does."""
+"""A folder belongs to one run. Runs differ if anything that decides a result differs."""
 
 import functools
 import json
@@ -46,7 +46,7 @@ def method(
     radius=0.1,
     **steps,
 ):
-    """A method with most of what a run folder must tell apart."""
+    """Return a method with most settings that distinguish runs."""
     steps: dict[str, Any] = {"batch_size": 4, "epochs": 2} | steps
 
     def penalty(params, server):
@@ -74,7 +74,7 @@ def run(folder, algorithm=None, clients=None, **options):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Of a finished run, of another process that orders its sets in another way."""
+    """Return the folder of a run by another process, which orders its sets in another way."""
     path = tmp_path_factory.mktemp("run")
     paths = os.pathsep.join(map(str, pathlib.Path(__file__).parents[:3]))
     environment = os.environ | {"PYTHONPATH": paths, "PYTHONHASHSEED": "7"}
@@ -84,7 +84,7 @@ def folder(tmp_path_factory):
 
 
 def changed(name, index, value):
-    """The same clients with another value at one place."""
+    """Return the small clients with another value at one place."""
     clients: Any = jax.tree.map(np.copy, small_clients())
     field = getattr(clients, name)
     array = field.flat if isinstance(field, Lists) else field
@@ -178,7 +178,7 @@ def test_what_is_in_another_function_changes_no_other_hash(folder):
 
 
 def test_a_folder_holds_codes_and_no_prose(folder):
-    """Words of messages may change, and a folder then still holds the same run."""
+    """The words of messages may change. A folder still belongs to the same run then."""
     (manifest,) = folder.glob("ckpt/2/manifest.json")
     facts = json.loads(manifest.read_text())["fingerprint"]
     assert all(re.fullmatch(r"[a-z0-9_.]+", name) for name in facts)

@@ -25,7 +25,7 @@ NAMES = range(C)
 
 
 def broken_clients(train=(), test=()):
-    """Digits as floats; some clients have an example to train or to test on with a NaN or an infinity."""
+    """Return clients of which some have a training example with NaN, or a test example with inf."""
     clients = small_clients()
     inputs = np.array(clients.inputs, np.float32)
     own = np.max(clients.train.flat) + 1 + np.arange(C)  # rows of nobody else
@@ -37,7 +37,7 @@ def broken_clients(train=(), test=()):
 
 
 def records(dropped, participants, noise=0.0):
-    """Rounds in which the first few clients take part."""
+    """Return the records of rounds in which the first few clients take part."""
     dropped, participants = np.array(dropped), np.array(participants, np.float32)
     one = np.ones((len(dropped), 1), np.float32)
     ledger = Ledger(
@@ -179,7 +179,7 @@ def test_dropped_updates_are_told_as_soon_as_they_are_a_tenth_and_once(caplog):
 
 
 def sends_weights_by_mistake(method):
-    """The method with weights in its messages, though its server adds what it gets."""
+    """Return the method with weights in its messages, although its server adds updates."""
 
     def client_update(key, server, client, data):
         message, client, info = method.client_update(key, server, client, data)
@@ -259,7 +259,7 @@ def test_a_public_report_names_and_counts_no_client(caplog):
     ],
 )
 def test_runs_whose_updates_are_all_clipped_get_advice(caplog, clipped, public, expected):
-    """The last round has not run, so that its zeros do not count."""
+    """The last round has not run, so its zeros do not count."""
     made = records([0] * 4, [10, 10, 10, 0] if clipped[2] else [10, 10, 0, 0])
     norms = {"clipped": np.array(clipped, float), "update_norm": np.array([1.0, 2.0, 3.0, 0.0])}
     made = made._replace(info=made.info | norms)

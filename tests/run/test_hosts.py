@@ -1,4 +1,4 @@
-"""Several processes: results of one, whatever their number and whatever stopped them.
+"""Several processes, whose results equal those of one process, even after a stop.
 
 This file is also the program that they run.
 """
@@ -32,7 +32,7 @@ KEY = jax.random.key(3)
 
 
 def results(**options):
-    """Leaves of all that a run leaves behind, of all processes' clients."""
+    """Return the leaves of a run's results, with the clients of all processes."""
     run = simulate(
         KEY,
         ALGORITHMS["adp_pfl_public"](),
@@ -63,7 +63,7 @@ def sweep_results(**options):
 
 
 def each_mechanism(run):
-    """What each mechanism leaves behind with a clip bound of 0.2, by name, and what canaries do to one of them."""
+    """Return the results of each method of `TOGETHER` by name, and those of one with canaries."""
     options = {"rounds": 3, "eval_every": 3, "progress": False}
     runs = {name: run(build, **options) for name, build in TOGETHER.items()}
     runs["audit"] = run(TOGETHER["adaptive clip"], audit=Canaries(20), **options)
@@ -97,9 +97,10 @@ def write(folder, found):
 
 
 def program(folder, *options):
-    """Of one process: run, and write what is left behind; `die` in the last round, `sweep` afterwards.
+    """Run one of the processes, and write its results into the folder.
 
-    Or sweep over all `mechanisms`.
+    With the option "die" the run ends in its last round, and with "sweep" a sweep follows. With
+    "mechanisms" only the methods of `TOGETHER` run.
     """
     if "mechanisms" in options:
         write(folder, dict(each_mechanism(swept)))
@@ -138,7 +139,7 @@ def start(monkeypatch):
 
 @functools.cache
 def expected():
-    """Of one process with one device."""
+    """Return the results of one process with one device."""
     return results(devices=jax.devices()[:1])
 
 

@@ -23,7 +23,7 @@ DROPPED = np.array([1, 0, 0, 0, 0, 1], np.int32)
 
 
 def records():
-    """Six rounds: in the second to the fourth nobody takes part, in the last one the only update is dropped."""
+    """Return six rounds. Rounds 2 to 4 have no participants, and round 6 drops its only update."""
     loss = np.array([2.5, 0, 0, 0, 1.5, 0], np.float32)
     one, flat = np.ones((6, 1), np.float32), np.zeros(6, np.float32)
     ledger = Ledger(np.arange(C) < PARTICIPANTS[:, None], 0 * one, one, flat, flat, 0 * one)
@@ -38,7 +38,7 @@ def records():
 
 
 def record():
-    """Shapes of one round's."""
+    """Return the shapes of one round's record."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), records())
 
 
@@ -114,7 +114,7 @@ def test_epsilons_of_clients_are_arrays_before_the_first_evaluation_too(tmp_path
 
 
 def test_a_row_is_appended_and_half_a_row_is_mended(tmp_path, monkeypatch):
-    """A longer run writes no more for each row; what a kill left of a line is gone with the next row."""
+    """A longer run writes no more for each row. The next row replaces a partial line."""
     calls, path = [], tmp_path / layout.METRICS
     write = files.write_metrics
     monkeypatch.setattr(
@@ -142,7 +142,7 @@ def test_a_journal_that_goes_on_has_the_rows_it_had():
 
 
 def test_an_evaluation_that_failed_has_no_scores():
-    """The rounds before it count: the ledger has them."""
+    """The rounds before the evaluation count, because the ledger has them."""
     journal = Journal(fedavg(MODEL), small_clients(), EvaluationSchedule(6, ROUNDS), record(), None)
     journal.record(MAKE(*(_cut(field, 2) for field in records())), 0, 2)
     journal.evaluated(0, {name: np.ones(C, np.float32) for name in ("accuracy", "loss")})

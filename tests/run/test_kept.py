@@ -1,4 +1,4 @@
-"""The states of the best evaluation, which test scores choose."""
+"""States of the best evaluation, which test scores choose."""
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ KEEP = {"rounds": 6, "eval_every": 1, "progress": False, "keep": "best"}
 
 
 def noisy():
-    """Noise that makes scores rise and fall."""
+    """Return a method whose noise makes scores rise and fall."""
     options = {"clip": 1.0, "noise_multiplier": 1.0, "sampling": Poisson(0.6)}
     return ditto(MODEL, personal=LOCAL, local=LOCAL, **options)
 

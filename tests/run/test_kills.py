@@ -35,7 +35,7 @@ SETTING: dict[str, Any] = {"rounds": ROUNDS, "eval_every": 10, "progress": False
 
 
 def method(clip=CLIP):
-    """Heads stay with their clients; noise by round, in some too much of it at the clients for amplification."""
+    """Return FedRep with noise by round. In some rounds clients' noise prevents amplification."""
     client_noise = np.where(np.arange(ROUNDS) % 3 == 0, 3.0, 0.5)[:, None]
     noise: dict[str, Any] = {
         "noise_multiplier": tuple(np.geomspace(2, 6, ROUNDS)),
@@ -49,7 +49,7 @@ def method(clip=CLIP):
 
 
 def program(kind, folder):
-    """Run, say every round, and write server and states beside the reports."""
+    """Run, print every round, and write server and states into the folder of the reports."""
     patch = pytest.MonkeyPatch()
     patch.setattr("jaxfl.run.loop._SEGMENT_SECONDS", 0.0)
     patch.setattr("jaxfl.run.followers._CHECKPOINT_SECONDS", 0.1)
@@ -87,7 +87,7 @@ def start(kind, folder):
 
 
 def killed(kind, folder, rng):
-    """Start or go on, kill at a random moment, and say whether anything was there to be killed."""
+    """Start or resume a run, kill it at a random moment, and return whether it still ran."""
     for path in folder.glob("*.pid"):
         path.unlink()
     process = start(kind, folder)
@@ -120,7 +120,7 @@ def finish(kind, folder):
 
 @functools.cache
 def files(folder):
-    """Bytes of all that a run leaves to its reader, by path and array; of a picture, that it is there."""
+    """Return the contents of a run's files by path and array. A picture only has to exist."""
     found = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)

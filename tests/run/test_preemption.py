@@ -75,7 +75,7 @@ def start(folder, task, job):
 
 
 def first_round(lines):
-    """The first round that a task printed, and its process."""
+    """Return the first round that a task printed, and the number of its process."""
     # JAX prints lines of its own.
     found = next(line for line in lines if line.startswith("round "))
     return tuple(map(int, found.split()[1:]))

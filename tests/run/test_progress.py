@@ -1,4 +1,4 @@
-"""What a run tells while it goes on: a bar in two lines of 80 columns, and the one bar of many runs."""
+"""The progress of a run: a bar in two lines of 80 columns, and one bar for many runs."""
 
 import io
 
@@ -12,7 +12,7 @@ from jaxfl.run import bars as run_bars
 
 @pytest.fixture
 def bars(monkeypatch):
-    """All bars that are made."""
+    """Return the list of all bars that are made."""
     made = []
 
     class Kept(run_bars._Bar):
@@ -32,7 +32,7 @@ def clock(monkeypatch):
 
 
 def lines(bar, width=80):
-    """What a terminal of some columns shows."""
+    """Return the lines that a terminal with `width` columns shows of a bar."""
     shown = io.StringIO()
     Console(width=width, file=shown).print(bar.get_renderable())
     return shown.getvalue().rstrip("\n").split("\n")

@@ -1,4 +1,4 @@
-"""Whose randomness a run uses, who can know it, and what the noise of private local steps is."""
+"""The sources of a run's randomness, the secrets in them, and the noise of private steps."""
 
 import functools
 import os
@@ -46,7 +46,7 @@ QUIET: dict[str, Any] = {"rounds": 2, "progress": False}
 
 
 def still(noise_multiplier=1.0):
-    """Nothing is learnt: what moves is noise."""
+    """Return DP-FedAvg with a rate of 0, so that only noise moves the model."""
     return dp_fedavg(
         MODEL,
         clip=CLIP,
@@ -100,7 +100,7 @@ def test_points_of_one_key_draw_cohorts_and_noise_of_their_own():
 
 
 def test_parts_of_a_sweep_have_the_cohorts_and_the_noise_of_the_whole():
-    """Parts that all began at number 0 would share cohorts and noise, whose epsilons do not add up."""
+    """Parts that all began at 0 would share cohorts and noise, so epsilons would not add up."""
     keys = jnp.stack([KEY, KEY, KEY])
     whole = Streams(secret=False).keys(keys, SecretBits(0, None))
     part = Streams(secret=False, numbers=(2, 1)).keys(keys[:2], SecretBits(0, None))
@@ -200,7 +200,7 @@ SAMPLERS = {
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_secret_cohort_needs_both_keys(name):
-    """Draws of a pair are XORs: of a key with itself they are zeros, whatever the key."""
+    """The draws of a pair are XORs. For a key with itself they are zeros."""
     mechanism, data = Mechanism(sampling=SAMPLERS[name]), jax.random.bits(KEY, (4, 2), jnp.uint32)
 
     def cohort(*words):
@@ -289,7 +289,7 @@ RUN = {"method": "mine"}
 
 
 def secret_bits(folder, count=1, run=RUN):
-    """The bits of a run that begins in a folder, read again."""
+    """Return the secret bits of a run that begins in a folder, as read again."""
     SecretBits(count, folder / "noise.key").begin(run)
     return SecretBits(count, folder / "noise.key").words
 
@@ -565,7 +565,7 @@ def test_plain_steps_under_private_ones_are_refused():
 
 @pytest.fixture
 def rbg():
-    """Let JAX make keys of another generator by default, as is common on accelerators."""
+    """Make another generator JAX's default for keys, as is common on accelerators."""
     before = jax.config.jax_default_prng_impl  # pyrefly: ignore[missing-attribute]
     jax.config.update("jax_default_prng_impl", "rbg")
     yield

@@ -11,7 +11,7 @@ BOTH = (signal.SIGINT, signal.SIGTERM)
 
 @pytest.fixture(autouse=True)
 def handlers():
-    """What was there before stays there, whatever happened."""
+    """Check that each test restores the signal handlers."""
     before = [signal.signal(number, lambda *_: None) for number in BOTH]
     ours = [signal.getsignal(number) for number in BOTH]
     yield

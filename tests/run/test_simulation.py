@@ -113,7 +113,7 @@ def test_updates_that_were_dropped_are_told_at_the_end(caplog):
 
 
 def test_what_private_steps_send_does_not_follow_from_a_state():
-    """It is not theirs to protect: a personal model that overflows must not take the noised update with it."""
+    """A personal model that overflows must not remove the noised update."""
     local = DPSGD(clip=1.0, noise_multiplier=1.0, rate=0.5, steps=2)
     private = {"clip": 1.0, "noise_multiplier": 1.0, "sampling": Full()}
     method = ditto(

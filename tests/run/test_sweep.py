@@ -74,7 +74,7 @@ SWEEPS: dict[str, Any] = {
 
 
 def _accounted(statement):
-    """All but what is said of the randomness, which points may share."""
+    """Return a statement without the parts on randomness, which points may share."""
     return {
         name: said
         for name, said in statement.items()

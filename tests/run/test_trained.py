@@ -1,4 +1,4 @@
-"""Trained models: the weights that they have, what they predict, and who may have them."""
+"""Trained models: their weights, their predictions, and the methods that have one."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ FAST = ("dp_fedavg", "ifca", "mr_mtl", "centaur", "prior_corrected_released", "m
 
 
 def by_hand(params, inputs):
-    """The network of the tests, in NumPy."""
+    """Return the logits of the tests' network, in NumPy."""
     hidden, head = (jax.device_get(params[name]) for name in MODEL.layers)
     x = np.asarray(MODEL.prepare(inputs), np.float64).reshape(len(inputs), -1)
     x = np.maximum(x @ hidden["kernel"] + hidden["bias"], 0)

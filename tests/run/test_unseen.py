@@ -1,4 +1,4 @@
-"""Clients who take no part: who they are, how methods serve them, and that no run has their data."""
+"""Unseen clients: their draw, how methods serve them, and that no run reads their data."""
 
 import math
 from functools import partial
@@ -37,7 +37,7 @@ def rows_of(clients, split, client):
 
 
 def logits(params, inputs):
-    """The network of the tests, in NumPy."""
+    """Return the logits of the tests' network, in NumPy."""
     hidden, head = (jax.device_get(params[name]) for name in MODEL.layers)
     x = np.asarray(MODEL.prepare(inputs), np.float64).reshape(len(inputs), -1)
     return np.maximum(x @ hidden["kernel"] + hidden["bias"], 0) @ head["kernel"] + head["bias"]
@@ -49,7 +49,7 @@ def accuracy(params, clients, client):
 
 
 def mean_accuracy(params, clients):
-    """Over clients by their own tests; `params` of each, or one for all."""
+    """Return the mean over clients of accuracy, with a list of weights, or one for all."""
     own = params if isinstance(params, list) else [params] * clients.num_clients
     return np.mean([accuracy(one, clients, i) for i, one in enumerate(own)])
 
@@ -104,7 +104,7 @@ def test_with_a_runs_key_states_and_rounds_scores_are_those_of_its_last_evaluati
 
 
 def test_newcomers_train_before_evaluation_on_their_own_examples():
-    """They take one step on all of their examples, at the rate of the last round."""
+    """Newcomers take one step on all of their examples, at the rate of the last round."""
     clients, rate = small_clients(), 0.5
     participants, newcomers = leave_out(clients, SHARE, seed=2)
     base = fedavg(MODEL, local=LOCAL)
@@ -189,7 +189,7 @@ def test_the_models_must_have_the_shapes_of_the_method():
 
 @pytest.fixture
 def servers(monkeypatch):
-    """What sweeps of `compare` leave at servers, and for how many clients."""
+    """Return a list with the number of clients and the server states of each sweep of `compare`."""
     found = []
 
     def recorded(key, build, values, clients, **options):
@@ -240,14 +240,14 @@ def test_unseen_scores_are_those_of_an_evaluation_by_hand(clients, tmp_path):
 
 
 def tuned(noise_multiplier):
-    """Clients train before evaluation, at a rate that is 0 after every round but the second."""
+    """Return a method whose clients train before evaluation, only after the second round."""
     given = {"clip": 1.0, "noise_multiplier": noise_multiplier, "sampling": Full()}
     steps = LocalSGD(optax.sgd(0.3), 4, epochs=20, decay=lambda index: 1.0 * (index == 1))
     return fine_tuned(ditto(MODEL, personal=LOCAL, local=LOCAL, **given), local=steps)
 
 
 def with_heads(noise_multiplier):
-    """Clients keep heads, and fit them before evaluation."""
+    """Return a method whose clients keep heads, and fit them before evaluation."""
     return ALGORITHMS["centaur"](z=noise_multiplier)
 
 
@@ -263,7 +263,7 @@ def test_points_of_one_program_serve_as_each_does_alone(build, clients):
 
 
 def test_nothing_of_unseen_clients_reaches_training(clients, servers):
-    """With other examples of theirs the server's state has the same bits, and their score differs."""
+    """Other examples of unseen clients change their score, but no bit of the server's state."""
     _, newcomers = leave_out(clients, SHARE, seed=0)
     theirs = np.concatenate([newcomers.train.flat, newcomers.test.flat])
     inputs, labels = np.array(clients.inputs), np.array(clients.labels)
@@ -282,7 +282,7 @@ def test_nothing_of_unseen_clients_reaches_training(clients, servers):
 
 
 def test_noise_and_tuning_are_the_participants(clients, servers):
-    """Two of 8 clients take part in a round; two of 11 would need less noise."""
+    """Two of 8 clients take part in a round. Two of 11 would need less noise."""
     build = partial(dp_fedavg, MODEL, sampling=FixedSize(2), local=LOCAL)
     methods = {"private": Candidate(build, {"clip": [0.5, 1.0]})}
     found = compare(methods, clients, epsilons=(1.0,), unseen=SHARE, **SETTING)

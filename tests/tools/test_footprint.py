@@ -1,4 +1,4 @@
-"""What a program costs on a chip, read off its compiler's text."""
+"""The cost of a program on a chip, read from its compiler's text."""
 
 import json
 import math

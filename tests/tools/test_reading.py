@@ -1,4 +1,4 @@
-"""The counter of what is hard to read."""
+"""The counter of places that are hard to read."""
 
 import importlib.util
 import json
@@ -13,7 +13,7 @@ PATH = pathlib.Path(__file__).parents[2] / "tools" / "reading.py"
 
 @pytest.fixture
 def reading(monkeypatch, tmp_path):
-    """The module, for a project in an empty folder."""
+    """Return the module, for a project in an empty folder."""
     spec = importlib.util.spec_from_file_location("reading", PATH)
     assert spec is not None
     assert spec.loader is not None

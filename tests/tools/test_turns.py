@@ -68,7 +68,7 @@ def run(parts: dict[str, Part], *, seconds: float = 60.0, at_once: int = 2) -> d
 
 
 def alive(process: int) -> bool:
-    """Whether a process runs. One that nobody has waited for yet does not."""
+    """Return whether a process runs. A zombie does not."""
     with contextlib.suppress(FileNotFoundError):
         return " Z " not in pathlib.Path(f"/proc/{process}/stat").read_text()
     return False
@@ -155,7 +155,7 @@ def test_nothing_continues_after_the_time_is_over():
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_part_outlives_the_benchmark(number, tmp_path):
-    """Whatever stops the benchmark, what was found is there, and nothing holds the device."""
+    """After any stop of the benchmark, its results are written, and no process holds the device."""
     program = f"""
 import json, os, pathlib, signal, sys
 sys.path[:0] = {[str(pathlib.Path(__file__).parent), *sys.path]!r}

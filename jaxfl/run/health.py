@@ -118,7 +118,10 @@ class Watch:
             who = f"in {points} of {len(lost)} points, {who}"
         if self.public:
             who = "some tested clients"
-        text = f"{who} have no finite scores after round {done}, which count as 0"
+        task = self.algorithms[0].model.task
+        lower_is_better = task.metrics[task.headline].lower_is_better
+        effect = "so that means are NaN" if lower_is_better else "which count as 0"
+        text = f"{who} have no finite scores after round {done}, {effect}"
         self._warn("scores", f"{text}; {'; '.join(causes)}")
 
     def sent(

@@ -324,7 +324,7 @@ class Journal:
         """
         past = [r for r in schedule.evaluations if r <= done]
         future = [r for r in self.plan.evaluations if r > done]
-        self.plan = EvaluationSchedule(self.plan.rounds, [*past, *future])
+        self.plan = self.plan._replace(evaluations=[*past, *future])
         self.recorded = self.blank(self.plan)
 
         def put(count: int, mine: Tree, stored: Tree) -> None:

@@ -14,6 +14,7 @@ from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.sampling import Full
 from jaxfl.run.health import Watch, _like_weights, remedy
+from jaxfl.tasks import regression
 from jaxfl.types import Ledger, Lists, Message
 
 MAKE: Any = Records  # of host arrays, as a run reads them
@@ -115,6 +116,12 @@ def test_more_than_a_tenth_of_the_updates_are_told_once_at_an_evaluation(caplog)
     ]
     found.end([records([1, 2], [10, 10])] * 2)
     assert "run: 6 of 40 updates were not finite" in caplog.text
+
+
+def test_clients_without_finite_scores_do_not_count_as_0_if_lower_is_better(caplog):
+    regressing = PLAIN._replace(model=MODEL._replace(task=regression()))
+    watch(None, regressing).scores([scores(1)], 5)
+    assert "no finite scores after round 5, so that means are NaN" in caplog.text
 
 
 def test_models_without_finite_scores_are_told_with_their_clients(caplog):

@@ -16,12 +16,7 @@ from jaxfl.privacy import Poisson
 
 
 def compared(frame: pd.DataFrame, rounds: int = 20) -> Comparison:
-    """Compare four methods at epsilons 1 and 8. A rating of 4 or 5 counts as liked.
-
-    Args:
-        frame: Ratings `y` from 1 to 5, the lecturers `d`, and the columns of the inputs.
-        rounds: Number of rounds.
-    """
+    """Compare four methods on ratings `y`, 1 to 5, of lecturers `d`. 4 and 5 count as liked."""
     frame = frame.assign(liked=frame["y"] >= 4)[["d", "studage", "lectage", "service", "liked"]]
     bounds = {"studage": (2, 8), "lectage": (1, 6), "service": (0, 1)}
     data = from_frame(frame, label="liked", owner="d", bounds=bounds, test=0.2)

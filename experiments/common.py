@@ -425,7 +425,8 @@ def constant_scores(clients: Clients, participants: int | None = None) -> tuple[
     """Return the mean test accuracies of clients that predict one class for all examples.
 
     The first number is for the most frequent class of all participants' training examples. The
-    second is for each client's own most frequent class. Clients without test examples do not count.
+    second is for each client's own most frequent class, or for the first one if the client has no
+    training examples. Clients without test examples do not count.
 
     Args:
         clients: The clients.
@@ -437,7 +438,9 @@ def constant_scores(clients: Clients, participants: int | None = None) -> tuple[
     common = _most_frequent(np.concatenate(train))
     tested = [(own, seen) for own, seen in zip(train, test, strict=True) if len(seen)]
     of_all = [np.mean(seen == common) for _, seen in tested]
-    of_own = [np.mean(seen == _most_frequent(own)) for own, seen in tested]
+    of_own = [
+        np.mean(seen == (_most_frequent(own) if len(own) else common)) for own, seen in tested
+    ]
     return float(np.mean(of_all)), float(np.mean(of_own))
 
 

@@ -212,6 +212,13 @@ def test_one_class_for_all_examples_scores_its_share():
     assert constant_scores(clients, 2) == ((1 / 4 + 0) / 2, (1 / 4 + 1) / 2)
 
 
+def test_a_client_without_training_examples_has_the_most_frequent_class_of_all():
+    labels = np.array([0, 0, 1, 0, 1])
+    data = (np.zeros((5, 2)), labels, np.zeros((5, 2)), labels)
+    clients = make_clients(data, [[0, 1, 2], []], [[4], [3]])
+    assert constant_scores(clients) == (1 / 2, 1 / 2)
+
+
 def test_what_is_above_the_best_on_validation_is_not_below_it():
     result = result_of()
     for row in result["methods"]["Ditto"]["rows"]:

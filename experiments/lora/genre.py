@@ -271,7 +271,7 @@ def run(options: Options) -> Mapping[str, Any]:
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """Return the text of the README."""
+    """Return the tables and settings of genres as the README has them."""
     return TEXT.format(
         **result["setting"],
         table=table(result),

@@ -386,7 +386,7 @@ text chooses among six rates and up to {alone} epochs. It chose rate {alone_rate
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """Return the text of the README."""
+    """Return the tables, settings and costs of roles as the README has them."""
     points = result["cells"]["ε = 2"]["points"]
     facts = {
         name: result[name]

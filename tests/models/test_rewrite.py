@@ -35,9 +35,10 @@ def both(function, *arguments, form: Form = "winograd", around=lambda function: 
 
 
 def assert_close(found, expected, tolerance=2e-5):
-    """Sums in another order: to a few thousand roundings of the largest value of each array.
+    """Require equal shapes and dtypes, and equal numbers up to another order of their sums.
 
-    Minimal filtering loses a factor of ten.
+    The tolerance is relative to the largest value of `expected`. Minimal filtering loses a factor
+    of ten against other forms.
     """
 
     def compare(found, expected):

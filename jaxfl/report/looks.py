@@ -51,6 +51,8 @@ _ALIASES = {
     "fedavg_without_noise": "fedavg",
     "dp_fedavg_corrected": "prior_corrected",
     "dp_fedavg_fine_tuned": "fine_tuned",
+    "linear_dp_fedavg_corrected": "prior_corrected",
+    "linear_dp_fedavg_fine_tuned": "fine_tuned",
     "dp_fedavg_head_fine_tuned": "dp_fedavg_fb",
     "scaled_linear_dp_fedavg": "matrix_scaled",
     "dp_pfeddsu_as_printed": "dp_pfeddsu_paper",

@@ -335,7 +335,7 @@ class Algorithm(NamedTuple):
     sends: Literal["update", "weights"] = "update"
     """The kind of update in a message: a difference, or the client's weights."""
     audit: Any = None
-    """A `jaxfl.privacy.Canaries` that take part with the clients. None without an audit."""
+    """The `jaxfl.privacy.Canaries` that take part with the clients, or None without an audit."""
     sparse: Sparse | None = None
     """Number of nonzero coordinates of an update. None if all of them may be nonzero."""
     reads_sampling: Any = None

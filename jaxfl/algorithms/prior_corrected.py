@@ -279,12 +279,12 @@ def _check_released(released: Number, algorithm: Algorithm, *, train: bool) -> N
 def with_shares(update: Tree, shares: Float[Array, "K"], bound: Number) -> Tree:
     r"""Return a message that holds an update and a client's shares of classes.
 
-    Clipping the message to the bound C leaves the shares h times C. The update is then clipped to
-    :math:`C \sqrt{1 - |h|^2}`.
+    After the message is clipped to the bound C, its shares are :math:`C h`, and its update is
+    clipped to :math:`C \sqrt{1 - |h|^2}`.
 
     Args:
         update: Any tree of arrays.
-        shares: h, the shares [K] times w, with a norm below 1.
+        shares: h, a vector [K] with a norm below 1: the shares of classes times `released`.
         bound: C, the clip bound of the message. If it is infinite, nothing is clipped, and the
             factor of the shares is 1.
 

@@ -62,8 +62,12 @@ _FORMS = (
     ),
     (r"--(\S+): could not convert .*: (.*)", r"\1 must be a number, got \2. Give for instance 0.5"),
     (
-        r"Missing value for argument '--(\S+)'.*",
+        r"Missing value for argument '--(\S+)'\. Expected 1 values",
         r"\1 must have a value, got none. Write it after --\1",
+    ),
+    (
+        r"Missing value for argument '--(\S+)'\. Expected (\d+) values",
+        r"\1 must have \2 values, got fewer. Write them after --\1",
     ),
 )
 """Patterns of tyro's other messages, each with the sentences of this library that say the same."""
@@ -152,6 +156,9 @@ def _message(box: str, command: list[str]) -> str:
         return f"{name} must be one of its choices, got {show(value)}. {remedy}"
     if found := re.fullmatch(r"Unrecognized options: (.*)", message):
         return _unknown(found[1], comments, command)
+    if found := re.match(r"Missing from .*?: (\S+)", message):
+        names = re.findall(r"--[\w-]+", message) or [found[1]]
+        return f"{', '.join(names)} must be given, got none. The help says more (--help)."
     for pattern, sentences in _FORMS:
         message = re.sub(f"^{pattern}$", sentences, message)
     return f"{message[:_LONGEST]}..." if len(message) > _LONGEST else f"{message}."
@@ -208,8 +215,11 @@ def in_one_line(
     of_check = isinstance(error, ValueError | TypeError) and module.split(".")[0] == "jaxfl"
     # An example is a folder that cannot be made.
     of_file = isinstance(error, OSError) and error.filename is not None
+    text = str(error)
+    if isinstance(error, OSError):
+        text = f"path must be usable, got {error.filename} ({error.strerror}). Choose another path."
     if of_file or of_check:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {text}", file=sys.stderr)
         sys.exit(2)
     else:
         sys.__excepthook__(kind, error, trace)

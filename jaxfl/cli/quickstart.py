@@ -14,7 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxfl import algorithms
-from jaxfl._support.checks import check_delta, check_fraction, checked, count_from_0
+from jaxfl._support.checks import (
+    check_count,
+    check_delta,
+    check_fraction,
+    checked,
+    count_from_0,
+)
 from jaxfl.algorithms.feddpa import paper_epsilon
 from jaxfl.backend import compile_quickly
 from jaxfl.data import classes_per_client, load, make_clients
@@ -154,6 +160,7 @@ def digits_clients(clients: int, classes: int, seed: int) -> Clients:
         seed: Seed of the partition.
     """
     digits = load("digits")
+    check_count("classes", classes, most=digits.classes)
     train, test = classes_per_client(
         digits.train_labels, digits.test_labels, clients, classes, seed=seed, test="all"
     )

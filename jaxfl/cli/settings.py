@@ -17,6 +17,7 @@ from jaxfl import algorithms, data, models
 from jaxfl._support.checks import (
     Check,
     check_choice,
+    check_count,
     check_fraction,
     check_positive,
     check_seeds,
@@ -128,6 +129,7 @@ class FederatedData:
         others = dataset.test_labels
         match self.partition:
             case "classes":
+                check_count("classes", self.classes, most=dataset.classes)
                 parts = data.classes_per_client(
                     labels, others, self.clients, self.classes, seed=seed, test="all"
                 )
@@ -135,6 +137,7 @@ class FederatedData:
             case "iid":
                 train = data.iid(labels, self.clients, seed=seed)
             case _:
+                check_count("clients", self.clients, most=len(labels) // 2)
                 train = data.dirichlet(labels, self.clients, self.alpha, seed=seed, minimum=2)
         return data.make_clients(dataset, train, data.matching(train, labels, others, seed=seed))
 

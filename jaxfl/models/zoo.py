@@ -347,7 +347,7 @@ def resnet20(
         input_shape: Shape (H, W, C) of an example.
         classes: Number of logits.
         groups: Number of groups of GroupNorm, a divisor of 16. GroupNorm replaces BatchNorm,
-            whose running statistics would leave a client unclipped.
+            whose running statistics a client would send without clipping.
         form: Form of convolutions (see `lenet`). The default is the best for the devices of a
             run.
 

@@ -124,7 +124,10 @@ class ClientNoise(NamedTuple):
     noise: tuple[float, ...]
     """Std over the clip bound by round, for a client with the full budget of the round."""
     least_total: float
-    """`least_total` of `jaxfl.privacy.PrivacyFilter`, the least multiplier of all messages."""
+    """`least_total` of `jaxfl.privacy.PrivacyFilter`.
+
+    It is the least multiplier of all messages of a client together, as one Gaussian.
+    """
     release_noise: float
     """Std over the range of the released number, or 0 if none is released."""
 

@@ -183,7 +183,10 @@ def panels(rows: Sequence[MetricsRow], headline: str) -> dict[str, Callable[[Axe
 
 
 def curves(title: str, rows: Sequence[MetricsRow], headline: str = "accuracy") -> Figure:
-    """Return a figure with all panels of a run, which is two columns of a page wide."""
+    """Return a figure, two columns of a page wide, with all panels of a run.
+
+    `headline` is the metric of the first panel (see `panels`).
+    """
     drawn = panels(rows, headline).values()
     height = 2.6
     margins = _panel_margins(len(drawn), height)

@@ -35,10 +35,10 @@ class Health(Follower):
             self._weights = loop.models()
 
     def after_rounds(self, loop: Loop, count: int, seconds: float) -> None:
-        """Warn about dropped updates, and about a first round whose clients send weights.
+        """Warn about dropped updates, and after round 1 if updates seem to be weights.
 
-        Raise a FloatingPointError before an evaluation if no update of a single run counts any
-        more.
+        Before an evaluation of a run that is no sweep, raise a FloatingPointError if all updates
+        since the last evaluation were dropped, and no later one could be finite.
         """
         previous = loop.previous_evaluation
         self.watch.dropped(loop.records, previous, loop.done)

@@ -56,7 +56,7 @@ class Lock:
         processes.by_first(lambda: self._take(shared))
 
     def close(self) -> None:
-        """Release the folder's lock, if this object holds it, and empty the lock file."""
+        """Release the folder's lock, if this object holds it. Empty an exclusive lock first."""
         if self._file is None:
             return
         # The lock is still held here, so that the file cannot have the next owner's name yet.

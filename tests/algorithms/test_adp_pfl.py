@@ -352,7 +352,7 @@ def test_weights_by_data_sizes_are_the_mechanisms():
 
 @pytest.mark.parametrize("build", [fisher_percentile, fisher_threshold])
 def test_masks_may_square_the_mean_gradient_instead(build):
-    """By the text of (13), a mask keeps the largest squared gradients of the mean loss."""
+    """As (13) of ADP-PFL is printed, a mask keeps what has the largest squared mean gradient."""
     at = 50.0 if build is fisher_percentile else 0.05
     algorithm = adp_pfl(MODEL, noise=1.0, mask=build(at, square="mean"), **PRIVATE)
     server, _ = algorithm.init(KEY, len(SIZES))

@@ -37,8 +37,8 @@ def both(function, *arguments, form: Form = "winograd", around=lambda function: 
 def assert_close(found, expected, tolerance=2e-5):
     """Require equal shapes and dtypes, and equal numbers up to another order of their sums.
 
-    The tolerance is relative to the largest value of `expected`. Minimal filtering loses a factor
-    of ten against other forms.
+    The tolerance is relative to the largest absolute value of `expected`. The default allows for
+    the form "winograd", whose rounding errors are ten times those of other forms.
     """
 
     def compare(found, expected):

@@ -206,7 +206,10 @@ def test_calibrate_a_schedule():
 
 @pytest.mark.slow
 def test_fixed_size_takes_the_better_of_two_bounds():
-    """The plain bound is better for 10 of 20 (40.5, not 83.6), and sampling for 2 of 20 (16.8)."""
+    """Cohorts of 10 of 20 need z = 40.5 by the plain bound, and 83.6 by sampling.
+
+    Cohorts of 2 of 20 need 16.8 by sampling. Epsilon is 1 over 100 rounds.
+    """
     options: dict[str, Any] = {"clients": 20, "rounds": 100, "accountant": "rdp"}
     plain = calibrate(1.0, **options)
     assert calibrate(1.0, sampling=FixedSize(10), **options) == pytest.approx(plain, rel=1e-3)

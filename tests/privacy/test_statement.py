@@ -145,7 +145,7 @@ def test_sums_show_no_more_than_the_uploads_that_they_are_made_of():
 
 
 def test_another_client_knows_its_own_noise():
-    """Two clients add half of the variance each. Each one sees only the noise of the other."""
+    """Two clients add half of the variance each. Against either, only the other's protects."""
     m = Mechanism(clip=1.0, client_noise=2.25 / math.sqrt(2))
     seen = state(m, clients=2, rounds=1)["honest"]["aggregate"]
     assert seen["epsilon"] == pytest.approx(get_epsilon_gaussian(2.25, 1e-5), rel=1e-6)

@@ -209,9 +209,10 @@ def plan(
         epsilon: Budget, which determines the noise. None if `noise_multiplier` is given.
         noise_multiplier: z, which determines epsilon. None if `epsilon` is given.
         delta: Failure probability. None stands for min(1e-5, 1 / (10 N)).
-        kinds: Kinds to compare. Empty if only `mechanisms` count. "banded" takes the best cycle
-            of 2 to 64 rounds whose groups hold a cohort. "separated" also tries as many groups as
-            there are cohorts. Correlated noise is left out beyond 100,000 rounds.
+        kinds: Kinds to compare. Empty if only `mechanisms` count. "banded" takes the best of
+            the cycles of 2, 4, 8, 16, 32 and 64 rounds whose groups hold a cohort. Give another
+            cycle as one of `mechanisms`. "separated" also tries as many groups as there are
+            cohorts. Correlated noise is left out beyond 100,000 rounds.
         mechanisms: Further mechanisms by name, such as one of your own, each with its sampler,
             whose cohorts must have m participants on average. Their clip bounds and noise are not
             read. The noise that they leave follows from `Mechanism.error`.

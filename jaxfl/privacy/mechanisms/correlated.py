@@ -183,8 +183,8 @@ class BandedNoise(CorrelatedNoise):
     .. math:: n_t = \xi_t - \sum_{k=1}^{b-1} c_k n_{t-k}, \qquad \xi_t \sim N(0, z^2 C^2)
 
     The strategy has b coefficients. By default they are :math:`c_k = \binom{2k}{k} / 4^k`, the
-    first ones of the square root of the matrix of ones. The memory is the last b - 1 noises, so it
-    is b - 1 times the size of an update.
+    first ones of the Toeplitz square root of A, which has ones on and below its diagonal. The
+    memory is the last b - 1 noises, so it is b - 1 times the size of an update.
 
     Args:
         noise_multiplier: z of the fresh noise, one number for all rounds. The server adds the
@@ -486,7 +486,9 @@ def prefix_error(
 
 @functools.cache
 def square_root(bands: int) -> Float[np.ndarray, "b"]:
-    """Return the first `bands` coefficients of the square root of the matrix of ones.
+    """Return the first `bands` coefficients of the Toeplitz square root of A.
+
+    The matrix A of prefix sums has ones on and below its diagonal, and zeros above it.
 
     >>> square_root(4).tolist()
     [1.0, 0.5, 0.375, 0.3125]

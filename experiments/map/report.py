@@ -1,5 +1,6 @@
 """Tables, sentences and pictures of the map, made from committed results."""
 
+import functools
 import math
 import pathlib
 import re
@@ -50,6 +51,7 @@ ALONE = ("local-only", "linear local-only")
 RECIPE = "recipe"
 RECIPE_PARTS = ("linear DP-FedAvg, mixed", "scaled linear DP-FedAvg, mixed")
 CORRECTED = "linear DP-FedAvg, corrected"
+FINE_TUNED = "linear DP-FedAvg, fine-tuned"
 
 TEXT = """{clients:,} clients, of whom {participants:,} may take part; {rounds} rounds with
 {share:.0%} of the clients expected in each, batches of {batch_size}. The perceptron has
@@ -263,7 +265,7 @@ SHOWN = (
     ("local-only", "local-only"),
     ("linear DP-FedAvg", "linear DP-FedAvg"),
     (CORRECTED, CORRECTED),
-    ("linear DP-FedAvg, fine-tuned", "linear DP-FedAvg, fine-tuned"),
+    (FINE_TUNED, FINE_TUNED),
     (RECIPE, "recipe"),
 )
 """Methods in the pictures of all places, and their labels there."""
@@ -307,33 +309,39 @@ def answer(results: Mapping[str, Result], counter: Result | None = None) -> str:
     def corrected(of: Sequence[Result]) -> str:
         return _at_both(CORRECTED, plain, of, (small, large))
 
-    changed = f"changes accuracy by {corrected(by_labels)}, and costs no epsilon."
-    if few := [place for place in by_labels if place["place"]["clients"] <= 100]:
-        changed += (
-            " With 100 clients the corrected model still differs from "
-            f"training alone by {_at_both(CORRECTED, None, few, (small, large))}."
+    few_by_labels = [place for place in by_labels if place["place"]["clients"] <= 100]
+    few = [place for place in places if place["place"]["clients"] <= 100]
+    many = [place for place in places if place not in few]
+    first = (
+        "1. **Own labels.** Where clients differ in which classes they have, weighting linear "
+        "DP-FedAvg's predictions by each client's own shares of classes (`prior_corrected`) "
+        f"changes accuracy by {corrected(by_labels)}, and costs no epsilon."
+    )
+    if few_by_labels:
+        alone_to = functools.partial(
+            _at_both, reference=None, places=few_by_labels, epsilons=(small, large)
+        )
+        first += (
+            " At such places with 100 clients, the corrected model still differs from training "
+            f"alone by {alone_to(CORRECTED)}, and the fine-tuned one by {alone_to(FINE_TUNED)}."
         )
     if by_others:
-        changed += (
-            f" Where clients differ in other ways, it changes accuracy by {corrected(by_others)}."
+        first += (
+            " Where clients differ in other ways, the correction changes accuracy by "
+            f"{corrected(by_others)}."
         )
-    floor = _at_both(RECIPE, None, places, (small, large))
+    of_recipe = [
+        f"{_at_both(RECIPE, None, group, (small, large))} with {size}"
+        for group, size in ((many, "1,000 clients or more"), (few, "100"))
+        if group
+    ]
     second = (
         "2. **One recipe.** Linear DP-FedAvg, trained with or without maps of logits, which each "
         "client may correct or adapt before it mixes in a model of its own (`dp_fedavg_mixed`), "
-        f"differs from training alone by {floor}. Validation examples choose the form, from about "
-        "twice as many points as other methods have."
+        f"differs from training alone by {', and by '.join(of_recipe)}. Validation examples choose "
+        "the form, from about twice as many points as other methods have."
     )
-    if few := [place for place in places if place["place"]["clients"] <= 100]:
-        own = _at_both(RECIPE, None, few, (small, large))
-        second += f" With 100 clients the difference is {own}."
-    sentences = [
-        "1. **Own labels first.** Where clients differ in which classes they have, weighting "
-        "linear DP-FedAvg's predictions by each client's own shares of classes "
-        f"(`prior_corrected`) {changed}",
-        second,
-        f"3. **Others.** {_others(places, (small, large))}",
-    ]
+    sentences = [first, second, f"3. **Others.** {_others(places, (small, large))}"]
     if counter:
         sentences[-1] += _against_rivals(results, counter)
     count = f"{len(places)} place{'s' * (len(places) > 1)}"
@@ -352,8 +360,13 @@ def answer(results: Mapping[str, Result], counter: Result | None = None) -> str:
 def _against_rivals(results: Mapping[str, Result], counter: Result) -> str:
     """Return a sentence on the counter-run's settings that validation examples chose."""
     places = counter["places"]
-    tried = [name for own in places.values() for name in own["tried"]]
-    settings = sum(not name.endswith(", mixed") for name in tried)
+    private = [
+        name
+        for own in places.values()
+        for name, rows in own["tried"].items()
+        if any(math.isfinite(row["epsilon"]) for row in rows)
+    ]
+    settings = sum(not name.endswith(", mixed") for name in private)
     gains: dict[str, float] = {}
     for name, own in places.items():
         where = own["title"].rpartition(", ")[2]
@@ -365,13 +378,12 @@ def _against_rivals(results: Mapping[str, Result], counter: Result) -> str:
             named = f"{best}, {where}, ε {number(epsilon)}"
             gains[named] = 100 * tested[best, epsilon]["difference"]
     highest = max(gains, key=lambda named: gains[named])
-    beyond = f"no setting that is above it. The highest is {gains[highest]:.1f} points from it"
-    if gains[highest] > 0:
-        beyond = f"one that is {gains[highest]:.1f} points above it"
+    side = "above" if gains[highest] > 0 else "below"
     return (
-        f" A [counter-run](experiments/map/README.md#a-counter-run) of {settings} further settings "
-        f"at {len(places)} places, of which validation examples chose those that were tested, "
-        f"found {beyond} ({highest})."
+        f" A [counter-run](experiments/map/README.md#a-counter-run) tried {settings} further "
+        f"private settings at {len(places)} places, and tested those that validation examples "
+        f"prefer. The highest of these is {abs(gains[highest]):.1f} points {side} the recipe "
+        f"({highest})."
     )
 
 

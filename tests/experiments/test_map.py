@@ -309,8 +309,8 @@ def test_the_front_page_has_what_the_counter_run_found():
     found = {method: row["difference"] for (method, _), row in gains.items()}
     assert found == pytest.approx({"X": 0.04, "Y": 0.22, "alone": -0.1})
     text = report.answer({"a": result_of()}, counter)
-    assert "of 3 further settings at 1 places" in text
-    assert "found one that is 4.0 points above it (X, permuted, ε 1)." in text
+    assert "tried 2 further private settings at 1 places" in text
+    assert "The highest of these is 4.0 points above the recipe (X, permuted, ε 1)." in text
     assert "| alone | 60.0 |  |" in report.counter_run(counter)
 
 

@@ -97,7 +97,8 @@ def prior_corrected(
             corrected twice.
         released: w, the largest norm of a client's shares over the clip bound, below 1. A larger
             w leaves less noise on the shares, but a tighter bound :math:`C_i` for the update. If
-            the mechanism does not clip, 1 replaces C. 0 sends nothing about labels.
+            the mechanism does not clip, the client sends :math:`(\Delta_i, w h_i)`. 0 sends
+            nothing about labels.
 
     Guarantee: The guarantee of the method, with the same mechanism and epsilon. If `released` is 0,
         counts of labels stay with the client. Otherwise they are a part of its message, whose joint

@@ -184,13 +184,14 @@ class Setting:
         return models.build(name, dataset.train_inputs.shape[1:], dataset.classes)
 
     def algorithm(self, name: str, model: Model, learning_rate: Any, **given: Any) -> Algorithm:
-        """Build a method with those of the settings that it takes.
+        """Build a method with those of the settings, and of `given`, that it takes.
 
         Args:
             name: One of `METHODS`.
             model: The network.
             learning_rate: Step size of SGD.
-            given: Further arguments, which replace those from the settings.
+            given: Further arguments, which replace settings of the same name. Those that the method
+                does not take are ignored.
         """
         build = getattr(algorithms, name)
         parameters = set(inspect.signature(build).parameters)

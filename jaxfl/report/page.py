@@ -314,7 +314,7 @@ def _client_scores(
 ) -> dict[str, Any]:
     """Return the values of a page's table of clients, or {} without scores by client.
 
-    The lines have the scores of the last evaluation, the worst client first.
+    The first 1,000 lines are kept, the worst client first, with scores of the last evaluation.
     """
     arrays = _load_arrays(folder / layout.PER_CLIENT)
     if not len(arrays.get(headline, ())):

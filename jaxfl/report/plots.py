@@ -106,7 +106,7 @@ def new_figure(
 def save(figure: Figure, path: str | os.PathLike) -> None:
     """Write a figure completely or not at all. The path's suffix is the format: png, pdf or svg.
 
-    A path without a suffix gets a png file.
+    At a path without a suffix, a png file has exactly this name.
 
     Raises:
         ValueError: The path has another suffix.

@@ -63,7 +63,7 @@ def sweep_results(**options):
 
 
 def each_mechanism(run):
-    """Return the results of each method of `TOGETHER` by name, and those of one with canaries."""
+    """Yield names and arrays of the results of each method of `TOGETHER`, and of canaries."""
     options = {"rounds": 3, "eval_every": 3, "progress": False}
     runs = {name: run(build, **options) for name, build in TOGETHER.items()}
     runs["audit"] = run(TOGETHER["adaptive clip"], audit=Canaries(20), **options)

@@ -160,7 +160,13 @@ class PrivacyFilter(Mechanism):
         sent: Message,
         norm: Float[Array, ""],
     ) -> Contribution:
-        """Return the noised update, and the clipped and noised number as `row`."""
+        """Return the noised update and, with a release, the released number as `row`.
+
+        The number is clipped, gets the release's noise, and is clipped again.
+
+        Raises:
+            ValueError: The message has a number without a release, or none with one.
+        """
         number = sent.extra
         release = self.release
         if (number is None) != (release is None):

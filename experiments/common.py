@@ -438,9 +438,8 @@ def constant_scores(clients: Clients, participants: int | None = None) -> tuple[
     common = _most_frequent(np.concatenate(train))
     tested = [(own, seen) for own, seen in zip(train, test, strict=True) if len(seen)]
     of_all = [np.mean(seen == common) for _, seen in tested]
-    of_own = [
-        np.mean(seen == (_most_frequent(own) if len(own) else common)) for own, seen in tested
-    ]
+    own_class = [_most_frequent(own) if len(own) else common for own, _ in tested]
+    of_own = [np.mean(seen == one) for one, (_, seen) in zip(own_class, tested, strict=True)]
     return float(np.mean(of_all)), float(np.mean(of_own))
 
 

@@ -1,6 +1,5 @@
 """Tables, sentences and pictures of the map, made from committed results."""
 
-import functools
 import math
 import pathlib
 import re
@@ -50,6 +49,7 @@ WITHDRAWN = pathlib.Path(__file__).with_name("withdrawn.json")
 ALONE = ("local-only", "linear local-only")
 RECIPE = "recipe"
 RECIPE_PARTS = ("linear DP-FedAvg, mixed", "scaled linear DP-FedAvg, mixed")
+PLAIN = "linear DP-FedAvg"
 CORRECTED = "linear DP-FedAvg, corrected"
 FINE_TUNED = "linear DP-FedAvg, fine-tuned"
 
@@ -152,7 +152,7 @@ def markdown(result: Result) -> str:
     )
     parts += [summary(result, epsilon) for epsilon in epsilons_of(found)]
     private = [best(result, epsilon) for epsilon in epsilons_of(found)]
-    shown = dict.fromkeys([alone(result), *(name for name, _ in SHOWN[1:]), *private])
+    shown = dict.fromkeys([alone(result), *SHOWN, *private])
     parts += [table(result, list(shown))]
     parts += [folded("All methods, the best at the smallest ε first", table(result))]
     parts += [folded("Chosen settings", settings(result))]
@@ -261,14 +261,8 @@ def settings(result: Result) -> str:
     return markdown_table(head, lines)
 
 
-SHOWN = (
-    ("local-only", "local-only"),
-    ("linear DP-FedAvg", "linear DP-FedAvg"),
-    (CORRECTED, CORRECTED),
-    (FINE_TUNED, FINE_TUNED),
-    (RECIPE, "recipe"),
-)
-"""Methods in the pictures of all places, and their labels there."""
+SHOWN = (PLAIN, CORRECTED, FINE_TUNED, RECIPE)
+"""Private methods in the pictures of all places."""
 
 OTHER = "other method, highest on test"
 
@@ -278,10 +272,9 @@ def draw(result: Result, path: pathlib.Path) -> None:
     found = comparison(result)
     own = alone(result)
     scores = found.intervals()
-    shown = {label: scores[own if name == "local-only" else name] for name, label in SHOWN}
     other = [best(result, epsilon) for epsilon in epsilons_of(found)]
-    shown |= {name: scores[name] for name in other if name not in dict(SHOWN)}
-    sends = [name for name in shown if name != "local-only"]
+    sends = list(dict.fromkeys([*SHOWN, *other]))
+    shown = {"local-only": scores[own]} | {name: scores[name] for name in sends}
     with plots.style():
         figure = plots.new_figure(plots.DOUBLE, 2.6)
         axes = figure.subplots()
@@ -301,47 +294,13 @@ def answer(results: Mapping[str, Result], counter: Result | None = None) -> str:
     places = list(results.values())
     if not places:
         return "No place is measured yet."
-    small, large = np.array(epsilons_of(comparison(places[0])))[[0, -1]]
-    by_labels = [place for place in places if place["place"]["skew"] in LABEL_SKEWS]
-    by_others = [place for place in places if place["place"]["skew"] not in LABEL_SKEWS]
-    plain = "linear DP-FedAvg"
-
-    def corrected(of: Sequence[Result]) -> str:
-        return _at_both(CORRECTED, plain, of, (small, large))
-
-    few_by_labels = [place for place in by_labels if place["place"]["clients"] <= 100]
-    few = [place for place in places if place["place"]["clients"] <= 100]
-    many = [place for place in places if place not in few]
-    first = (
-        "1. **Own labels.** Where clients differ in which classes they have, weighting linear "
-        "DP-FedAvg's predictions by each client's own shares of classes (`prior_corrected`) "
-        f"changes accuracy by {corrected(by_labels)}, and costs no epsilon."
-    )
-    if few_by_labels:
-        alone_to = functools.partial(
-            _at_both, reference=None, places=few_by_labels, epsilons=(small, large)
-        )
-        first += (
-            " At such places with 100 clients, the corrected model still differs from training "
-            f"alone by {alone_to(CORRECTED)}, and the fine-tuned one by {alone_to(FINE_TUNED)}."
-        )
-    if by_others:
-        first += (
-            " Where clients differ in other ways, the correction changes accuracy by "
-            f"{corrected(by_others)}."
-        )
-    of_recipe = [
-        f"{_at_both(RECIPE, None, group, (small, large))} with {size}"
-        for group, size in ((many, "1,000 clients or more"), (few, "100"))
-        if group
+    targets = epsilons_of(comparison(places[0]))
+    epsilons = (targets[0], targets[-1])
+    sentences = [
+        f"1. **Own labels.** {_own_labels(places, epsilons)}",
+        f"2. **One recipe.** {_one_recipe(places, epsilons)}",
+        f"3. **Others.** {_others(places, epsilons)}",
     ]
-    second = (
-        "2. **One recipe.** Linear DP-FedAvg, trained with or without maps of logits, which each "
-        "client may correct or adapt before it mixes in a model of its own (`dp_fedavg_mixed`), "
-        f"differs from training alone by {', and by '.join(of_recipe)}. Validation examples choose "
-        "the form, from about twice as many points as other methods have."
-    )
-    sentences = [first, second, f"3. **Others.** {_others(places, (small, large))}"]
     if counter:
         sentences[-1] += _against_rivals(results, counter)
     count = f"{len(places)} place{'s' * (len(places) > 1)}"
@@ -354,6 +313,48 @@ def answer(results: Mapping[str, Result], counter: Result | None = None) -> str:
             f"The picture names the {count} that are measured so far. Its bars are 95% intervals "
             "of paired differences over seeds.",
         ]
+    )
+
+
+def _own_labels(places: Sequence[Result], epsilons: Sequence[float]) -> str:
+    """Return sentences on what the correction changes, by the way in which clients differ."""
+    by_labels = [place for place in places if place["place"]["skew"] in LABEL_SKEWS]
+    by_others = [place for place in places if place["place"]["skew"] not in LABEL_SKEWS]
+    few = [place for place in by_labels if place["place"]["clients"] <= FEW]
+    text = (
+        "Where clients differ in which classes they have, weighting linear DP-FedAvg's predictions "
+        "by each client's own shares of classes (`prior_corrected`) changes accuracy by "
+        f"{_at_both(CORRECTED, PLAIN, by_labels, epsilons)}, and costs no epsilon."
+    )
+    if few:
+        corrected = _at_both(CORRECTED, None, few, epsilons)
+        text += (
+            f" At such places with {FEW} clients, the corrected model still differs from training "
+            f"alone by {corrected}, and the fine-tuned one by "
+            f"{_at_both(FINE_TUNED, None, few, epsilons)}."
+        )
+    if by_others:
+        text += (
+            " Where clients differ in other ways, the correction changes accuracy by "
+            f"{_at_both(CORRECTED, PLAIN, by_others, epsilons)}."
+        )
+    return text
+
+
+def _one_recipe(places: Sequence[Result], epsilons: Sequence[float]) -> str:
+    """Return sentences on the recipe and training alone, by the number of clients."""
+    few = [place for place in places if place["place"]["clients"] <= FEW]
+    many = [place for place in places if place["place"]["clients"] > FEW]
+    differences_by_size = [
+        f"{_at_both(RECIPE, None, group, epsilons)} with {size}"
+        for group, size in ((many, "1,000 clients or more"), (few, f"{FEW}"))
+        if group
+    ]
+    return (
+        "Linear DP-FedAvg, trained with or without maps of logits, which each client may correct "
+        "or adapt before it mixes in a model of its own (`dp_fedavg_mixed`), differs from training "
+        f"alone by {', and by '.join(differences_by_size)}. Validation examples choose the form, "
+        "from about twice as many points as other methods have."
     )
 
 
@@ -386,6 +387,9 @@ def _against_rivals(results: Mapping[str, Result], counter: Result) -> str:
         f"({highest})."
     )
 
+
+FEW = 100
+"""Number of clients of the smallest places. All others have 1,000 clients or more."""
 
 LABEL_SKEWS = ("2 classes", "5 classes", "Dirichlet 0.3")
 """Skews in which clients differ in their classes."""
@@ -443,7 +447,7 @@ def draw_answer(results: Mapping[str, Result], path: pathlib.Path) -> None:
 
 def _draw_gains(axes: Any, places: Sequence[Result], epsilon: float) -> None:
     """Draw a panel of `draw_answer`, with a line for each place."""
-    rows = {label: [_row(place, name, epsilon) for place in places] for name, label in SHOWN[1:]}
+    rows = {name: [_row(place, name, epsilon) for place in places] for name in SHOWN}
     rows[OTHER] = [_row(place, _rival(place, epsilon), epsilon) for place in places]
     styles = looks(rows)
     for index, (label, own) in enumerate(rows.items()):

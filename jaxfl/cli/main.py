@@ -213,16 +213,16 @@ def in_one_line(
         last = last.tb_next
     module = "" if last is None else last.tb_frame.f_globals.get("__name__", "")
     of_check = isinstance(error, ValueError | TypeError) and module.split(".")[0] == "jaxfl"
-    # An example is a folder that cannot be made.
-    of_file = isinstance(error, OSError) and error.filename is not None
-    text = str(error)
-    if isinstance(error, OSError):
+    if of_check:
+        text = str(error)
+    elif isinstance(error, OSError) and error.filename is not None:
+        # An example is a folder that cannot be made.
         text = f"path must be usable, got {error.filename} ({error.strerror}). Choose another path."
-    if of_file or of_check:
-        print(f"error: {text}", file=sys.stderr)
-        sys.exit(2)
     else:
         sys.__excepthook__(kind, error, trace)
+        return
+    print(f"error: {text}", file=sys.stderr)
+    sys.exit(2)
 
 
 def _commands(words: list[str]) -> dict[str, Callable[..., None]]:

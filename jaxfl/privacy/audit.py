@@ -289,7 +289,10 @@ def _distances(
 
 
 def _of_gaussian(distance: float, delta: float) -> float:
-    """Return the epsilon of a Gaussian whose means are `distance` stds apart, at least 0."""
+    """Return the epsilon of a Gaussian mechanism that moves the mean by `distance` stds.
+
+    A distance of 0 or less gives 0.
+    """
     if distance > 0:
         return float(dp_accounting.get_epsilon_gaussian(1 / distance, delta))
     return 0.0

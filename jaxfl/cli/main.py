@@ -149,6 +149,8 @@ def _message(box: str, command: list[str]) -> str:
     ruled = itertools.groupby(lines[1:], lambda line: not line.strip("-"))
     message, *comments = [" ".join(map(str.strip, part)) for rule, part in ruled if not rule]
     message = re.sub(r"^Error parsing (\S*dummy\S*: )?", "", message).removesuffix(".")
+    # An option with a short name is called by its long one.
+    message = re.sub(r"--[\w-]+/(?=--)", "", message)
     if found := re.fullmatch(_CHOICE, message):
         value, name, choices = found.groups()
         near = nearest(value, re.findall(r"'(.*?)'", choices))
@@ -169,11 +171,14 @@ def _unknown(words: str, comments: list[str], command: list[str]) -> str:
     for comment in comments:
         if found := re.match(r"Available subcommands: (.*)", comment):
             return f"command must be one of {found[1]}, got {show(words)}. Choose one of these."
-    similar = re.findall(r"Perhaps you meant: (\S+)", " ".join(comments))
+    options = [word for word in words.split(", ") if word.startswith("-")]
+    if not options:
+        return f"words must be options or their values, got {show(words)}. Leave out the surplus."
+    similar = re.findall(r"Perhaps you meant: (?:\S+, )*(\S+)", " ".join(comments))
     remedies = [f"Did you mean {similar[0]}?"] if similar else ["Options are listed by --help."]
     if command == ["run"]:
         remedies.append("A number of the method is --option NAME=VALUE.")
-    return f"options must be known to the command, got {show(words)}. {' '.join(remedies)}"
+    return f"option must be known to the command, got {show(options[0])}. {' '.join(remedies)}"
 
 
 def command_line(config: Callable[..., T], description: str | None, **options: Any) -> T:
@@ -421,19 +426,11 @@ def data(name: str = "all", /) -> None:
     shown = (name,)
     if name == "all":
         shown = NAMES
-    rows = [(known, _dataset_place(known)) for known in shown]
+    rows = []
+    for known in shown:
+        absent = f"absent: `jaxfl data {known}` shows how to get it"
+        rows.append((known, settings.find_dataset(known) or absent))
     _print_table("Datasets", ("name", "where"), rows)
-
-
-def _dataset_place(name: str) -> str:
-    """Return in words where a dataset is, or how to get it."""
-    if name == "digits":
-        return "in the package"
-    try:
-        folder = find_prepared(name, None)
-    except ValueError:
-        return f"absent: `jaxfl data {name}` shows how to get it"
-    return str(folder)
 
 
 def doctor() -> None:

@@ -8,7 +8,7 @@ import os
 import pathlib
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import optax
 import tyro
@@ -28,6 +28,7 @@ from jaxfl._support.checks import (
     up_to_infinity,
 )
 from jaxfl.data import Dataset
+from jaxfl.data.load import find_prepared
 from jaxfl.local import LocalSGD
 from jaxfl.privacy import Full, Mechanism, Poisson, Sampling, calibrate
 from jaxfl.run.candidates import Candidate, spread
@@ -38,24 +39,43 @@ _Model = Literal["auto", "mlp", "lenet", "lenet_groupnorm", "feddpa_cnn", "digit
 _Kind = TypeVar("_Kind")
 
 
-def _each(check: Check, count: int | None = None) -> Check:
-    """Return a check of lists, which checks each value and returns a tuple.
+def _each(check: Check, example: list[Any]) -> Check:
+    """Return a check of lists of different values, which checks each and returns a tuple.
 
     Args:
         check: Check of one value.
-        count: Required number of values. None requires at least one.
+        example: List that the error shows.
     """
 
     def check_all(name: str, value: Any) -> tuple:
-        if not isinstance(value, tuple | list) or not value or len(value) != (count or len(value)):
-            number = count or "one or more"
+        if not isinstance(value, tuple | list) or not value:
             raise ValueError(
-                f"{name} must be a list of {number} values, got {show(value)}. "
-                "Give a list, for instance [0.03, 0.3]."
+                f"{name} must be a list of one or more values, got {show(value)}. "
+                f"Give for instance {example}."
             )
-        return tuple(check(f"{name}[{index}]", item) for index, item in enumerate(value))
+        values = tuple(check(f"{name}[{index}]", item) for index, item in enumerate(value))
+        if repeated := [item for item in values if values.count(item) > 1]:
+            raise ValueError(
+                f"{name} must be different, got {show(repeated[0])} twice. Give each value once."
+            )
+        return values
 
     return check_all
+
+
+def _check_ends(name: str, value: Any) -> tuple[float, float]:
+    """Require two finite numbers above 0, the smaller one first, and return them as a tuple."""
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise ValueError(
+            f"{name} must be a list of 2 values, got {show(value)}. Give for instance [0.03, 0.3]."
+        )
+    low, high = (check_positive(f"{name}[{index}]", item) for index, item in enumerate(value))
+    if low >= high:
+        raise ValueError(
+            f"{name} must have its smaller value first, got {show(value)}. "
+            "Give the values in the other order, or two that differ."
+        )
+    return low, high
 
 
 def _check_options(name: str, value: Any) -> dict[str, int | float]:
@@ -64,7 +84,7 @@ def _check_options(name: str, value: Any) -> dict[str, int | float]:
         raise ValueError(
             f"{name} must be numbers by name, got {show(value)}. Give for instance {{alpha: 0.3}}."
         )
-    return {key: _check_number(f"{name}, {key}", number) for key, number in value.items()}
+    return {key: _check_number(f"{name}[{key!r}]", number) for key, number in value.items()}
 
 
 def _check_number(name: str, value: Any) -> int | float:
@@ -72,6 +92,16 @@ def _check_number(name: str, value: Any) -> int | float:
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
         raise ValueError(f"{name} must be a number, got {show(value)}. Give for instance 0.3.")
     return value
+
+
+def find_dataset(name: str) -> str | None:
+    """Return in words where a dataset is, or None if it is not on this machine."""
+    if name == "digits":
+        return "in the package"
+    try:
+        return str(find_prepared(name, None))
+    except ValueError:
+        return None
 
 
 def parse_options(words: Collection[str]) -> dict[str, int | float]:
@@ -117,7 +147,16 @@ class FederatedData:
     """Labels of a client in a classes partition."""
 
     def load(self) -> Dataset:
-        """Load the dataset from this machine."""
+        """Load the dataset from this machine.
+
+        Raises:
+            ValueError: The dataset is not on this machine, or its copy cannot be read.
+        """
+        if find_dataset(self.data) is None:
+            raise ValueError(
+                f"data must be on this machine, got {self.data!r}, which is not. "
+                f"`jaxfl data {self.data}` shows how to get it."
+            )
         return data.load(self.data)
 
     def make(self, dataset: Dataset, seed: int) -> Clients:
@@ -147,7 +186,7 @@ class FederatedData:
 class Local:
     """Local SGD of a client in a round."""
 
-    learning_rate: float = 0.1
+    learning_rate: Annotated[float, tyro.conf.arg(aliases=["--lr"])] = 0.1
     """Step size of SGD."""
     momentum: float = 0.9
     """Momentum of SGD, from 0 up to 1."""
@@ -313,10 +352,10 @@ class Run(Setting):
 
 @checked(
     rate=check_fraction,
-    methods=_each(functools.partial(check_choice, choices=METHODS)),
-    epsilons=_each(check_positive),
-    learning_rates=_each(check_positive, 2),
-    clips=_each(check_positive, 2),
+    methods=_each(functools.partial(check_choice, choices=METHODS), ["fedavg", "dp_fedavg"]),
+    epsilons=_each(check_positive, [1.0, 8.0]),
+    learning_rates=_check_ends,
+    clips=_check_ends,
     seeds=check_seeds,
 )
 @dataclasses.dataclass(frozen=True)
@@ -371,11 +410,19 @@ def read_settings(kind: type[_Kind], path: str | os.PathLike) -> _Kind:
         problem = "nests too deeply"
     except Exception as error:
         # The parser's constructors raise errors of any kind.
-        problem = " ".join(str(error).split())[:300]
+        problem = _first_problem(error)
     else:
         return _settings_from(kind, values, where)
     remedy = "Correct the file." if os.path.exists(path) else "Give the path of a file."
     raise ValueError(f"config must be a YAML file of settings, got {where} ({problem}). {remedy}")
+
+
+def _first_problem(error: Exception) -> str:
+    """Return what is wrong with a YAML text, and the number of its line, if the error has it."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return " ".join(str(error).split())[:300]
+    return f"line {mark.line + 1}: {getattr(error, 'problem', None)}"
 
 
 _SCALARS = {

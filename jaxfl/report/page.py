@@ -83,7 +83,7 @@ def write_report(
     if not path.is_dir():
         raise ValueError(
             f"folder must be the folder of a run, a sweep or a comparison, got {str(folder)!r}, "
-            "which is no folder. Run `simulate`, `sweep` or `compare` with it first."
+            "which is no folder. Give the folder of one that has begun."
         )
     points = [point for point in layout.points_of(path) if is_regular(point / layout.METRICS)]
     if is_regular(path / layout.COMPARISON):

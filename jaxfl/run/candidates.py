@@ -117,8 +117,8 @@ def spread(num_points: int, **axes: Any) -> dict[str, list[float]]:
     for name, ends in check_values("axes", axes).items():
         if len(ends) != 2 or not 0 < ends[0] < ends[1] < math.inf:
             raise ValueError(
-                f"{name} must be two finite numbers above 0, got {show(axes[name])}. "
-                "Give the smaller one first."
+                f"{name} must be two finite numbers above 0, the smaller one first, "
+                f"got {show(axes[name])}. Give for instance (0.03, 0.3)."
             )
     if not axes:
         return {}

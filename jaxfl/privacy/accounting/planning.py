@@ -337,7 +337,7 @@ def plan(
             under = f" under participations={participations}, separation={separation}"
         raise ValueError(
             f"kinds must have one that fits cohort={cohort} of clients={clients}{under}, "
-            f"got {kinds!r}. Give other kinds, for instance ('any cohort',)."
+            f"got {kinds!r}. Give other kinds, for instance 'any cohort'."
         )
     return sorted(plans, key=_error)
 

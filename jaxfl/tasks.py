@@ -205,6 +205,11 @@ class Task:
         return next(iter(self.metrics))
 
     @property
+    def lower_is_better(self) -> bool:
+        """Whether a smaller value of the headline metric is a better one."""
+        return self.metrics[self.headline].lower_is_better
+
+    @property
     def functions(self) -> tuple[Any, ...]:
         """The functions that decide losses, scores and predictions."""
         return self.loss, self.metrics, self.predict

@@ -368,7 +368,7 @@ def _against_rivals(results: Mapping[str, Result], counter: Result) -> str:
         if any(math.isfinite(row["epsilon"]) for row in rows)
     ]
     settings = sum(not name.endswith(", mixed") for name in private)
-    gains: dict[str, float] = {}
+    gains: dict[str, Mapping[str, Any]] = {}
     for name, own in places.items():
         where = own["title"].rpartition(", ")[2]
         tested = counter_gains(own, results[name])
@@ -377,13 +377,12 @@ def _against_rivals(results: Mapping[str, Result], counter: Result) -> str:
             scores = [_best_validation(own["tried"][method], epsilon) for method in methods]
             best = methods[int(np.argmax(scores))]
             named = f"{best}, {where}, ε {number(epsilon)}"
-            gains[named] = 100 * tested[best, epsilon]["difference"]
-    highest = max(gains, key=lambda named: gains[named])
-    side = "above" if gains[highest] > 0 else "below"
+            gains[named] = tested[best, epsilon]
+    highest = max(gains, key=lambda named: gains[named]["difference"])
     return (
         f" A [counter-run](experiments/map/README.md#a-counter-run) tried {settings} further "
         f"private settings at {len(places)} places, and tested those that validation examples "
-        f"prefer. The highest of these is {abs(gains[highest]):.1f} points {side} the recipe "
+        f"prefer. The highest of these differs from the recipe by {_points(gains[highest])} points "
         f"({highest})."
     )
 
@@ -434,7 +433,7 @@ def draw_answer(results: Mapping[str, Result], path: pathlib.Path) -> None:
     with plots.style():
         figure = plots.new_figure(plots.DOUBLE, 1.0 + 0.45 * len(places))
         epsilons = epsilons_of(comparison(places[0]))
-        panels = figure.subplots(1, len(epsilons), sharey=True, squeeze=False)[0]
+        panels = figure.subplots(1, len(epsilons), sharex=True, sharey=True, squeeze=False)[0]
         for axes, epsilon in zip(panels, epsilons, strict=True):
             _draw_gains(axes, places, epsilon)
         titles = [re.sub("(,.*?,) ", r"\1\n", place["place"]["title"], count=1) for place in places]
@@ -464,17 +463,18 @@ def _row(result: Result, method: str, epsilon: float) -> dict[str, Any]:
 
 def _others(places: Sequence[Result], epsilons: Sequence[float]) -> str:
     """Return a sentence on how far above the recipe another method is at most, and where."""
-    gains: dict[str, float] = {}
+    gains: dict[str, Mapping[str, Any]] = {}
     for place in places:
         where = ", ".join(place["place"]["title"].split(", ")[-2:])
         for epsilon in epsilons:
             rival = _rival(place, epsilon)
-            gains[f"{rival}, {where}, ε {number(epsilon)}"] = _gain(place, rival, RECIPE, epsilon)
-    highest = max(gains, key=lambda named: gains[named])
-    found = "Even if test examples pick the best other private method of each place, it is "
-    if gains[highest] <= 0:
-        return f"{found}never above the recipe."
-    return f"{found}{gains[highest]:.1f} points above the recipe where it is highest ({highest})."
+            difference = differences(comparison(place), RECIPE, epsilon)[rival]
+            gains[f"{rival}, {where}, ε {number(epsilon)}"] = difference
+    highest = max(gains, key=lambda named: gains[named]["difference"])
+    return (
+        "Even if test examples pick the best other private method of each place, it differs from "
+        f"the recipe by at most {_points(gains[highest])} points ({highest})."
+    )
 
 
 def _rival(result: Result, epsilon: float) -> str:

@@ -192,7 +192,7 @@ def compare(
         rows=tables.rows,
         tuning=tables.tuning,
         headline=task.headline,
-        lower_is_better=task.metrics[task.headline].lower_is_better,
+        lower_is_better=task.lower_is_better,
         protocol=_protocol(methods, population.scored, seeds, tuning_seed, unseen),
         missing=tables.missing,
     )
@@ -415,7 +415,7 @@ def _best_point(
         public: Whether the report is public.
     """
     task = runs.algorithm.model.task
-    sign = -1 if task.metrics[task.headline].lower_is_better else 1
+    sign = -1 if task.lower_is_better else 1
     dropped = np.array([0.0 if result is None else result.dropped for result in results])
     allowed = np.isfinite(scores) & (dropped < 1)[:, None]
     utility = np.where(allowed, sign * scores, -np.inf)

@@ -119,8 +119,7 @@ class Watch:
         if self.public:
             who = "some tested clients"
         task = self.algorithms[0].model.task
-        lower_is_better = task.metrics[task.headline].lower_is_better
-        effect = "so that means are NaN" if lower_is_better else "which count as 0"
+        effect = "so that means are NaN" if task.lower_is_better else "which count as 0"
         text = f"{who} have no finite scores after round {done}, {effect}"
         self._warn("scores", f"{text}; {'; '.join(causes)}")
 

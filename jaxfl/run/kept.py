@@ -61,7 +61,7 @@ class BestModels:
 
     def __init__(self, task: Task, server: Sequence[Tree], states: Sequence[Tree]) -> None:
         self.headline = task.headline
-        self.lower_is_better = task.metrics[task.headline].lower_is_better
+        self.lower_is_better = task.lower_is_better
         self._first = list(zip(server, states, strict=True))
         self.kept = self.blank()
 

@@ -279,8 +279,8 @@ def test_the_front_page_has_three_sentences_of_the_results():
     lines = report.answer({"a": result_of(), "b": result_of(other)}).splitlines()
     assert "changes accuracy by +22.0 to +30.0 points at ε 1" in lines[2]
     assert "differs from training alone by +13.0 points at ε 1" in lines[3]
-    highest = "2.0 points above the recipe where it is highest (linear DP-FedAvg, corrected, 1,000 clients, 5 classes each, ε 1)"
-    assert f"it is {highest}." in lines[4]
+    where = "(linear DP-FedAvg, corrected, 1,000 clients, 5 classes each, ε 1)"
+    assert f"differs from the recipe by at most +2.0 (+2.0 to +2.0) points {where}." in lines[4]
 
 
 def test_the_front_page_has_what_the_counter_run_found():
@@ -310,7 +310,10 @@ def test_the_front_page_has_what_the_counter_run_found():
     assert found == pytest.approx({"X": 0.04, "Y": 0.22, "alone": -0.1})
     text = report.answer({"a": result_of()}, counter)
     assert "tried 2 further private settings at 1 places" in text
-    assert "The highest of these is 4.0 points above the recipe (X, permuted, ε 1)." in text
+    assert (
+        "The highest of these differs from the recipe by +4.0 (+4.0 to +4.0) points (X, permuted, ε 1)."
+        in text
+    )
     assert "| alone | 60.0 |  |" in report.counter_run(counter)
 
 

@@ -25,6 +25,9 @@ jax.config.update("jax_num_cpu_devices", 2)
 jaxfl.configure()
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+# Tracing makes many objects that live on. Looking for garbage among them takes a seventh of a test.
+gc.set_threshold(100_000, 50, 100)
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):

@@ -633,7 +633,7 @@ def test_a_run_in_64_bits_is_the_same_run():
     ("options", "named"),
     [
         (["--rounds", "0"], "rounds must be a whole number of at least 1, got 0"),
-        (["--seed", "-1"], "seed must be a whole number of at least 0, got -1"),
+        (["--seed", "-1"], "seed must be a whole number from 0 to 4294967295, got -1"),
         (["--clients", "-1"], "clients must be a whole number of at least 1, got -1"),
         (["--rate", "0"], "rate must be a number in (0, 1], got 0.0"),
         (["--delta", "nan"], "delta must be a number in (0, 1), got nan"),

@@ -357,7 +357,12 @@ class Bench:
         return {"untrained": {"local": untrained}, "alone": self.alone(), "without noise": ceiling}
 
     def alone(self) -> Row:
-        """Run local-only at the rate and number of passes that are best on held-out examples."""
+        """Run local-only at the rate and number of passes that are best on held-out examples.
+
+        Returns:
+            The chosen rate and passes, their score on held-out examples, and an accuracy for each
+            seed.
+        """
         rows, facts = trained_alone(
             self.model,
             self.passes,

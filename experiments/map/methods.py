@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -41,6 +42,9 @@ MIXTURE_PASSES = 20
 
 POINTS = 20
 """Number of points of each private method."""
+
+MOST_INPUTS = 512
+"""Largest number of inputs for which DP ridge is measured."""
 
 SMOOTHING = 0.1
 """Examples that the correction adds to every class of a client."""
@@ -327,7 +331,7 @@ def families(
         method = averaged(place, network)
         return family(method, of_average, tuned_ways(network), mixed_ways, ceiling=True)
 
-    return {
+    known = {
         "DP-FedAvg": average(model),
         "linear DP-FedAvg": average(linear),
         "Ditto": near(ditto, of_ditto, model),
@@ -410,6 +414,10 @@ def families(
             tuple(scaled_ways(tuning=0.0)),
         ),
     }
+    if math.prod(linear.input_shape or ()) > MOST_INPUTS:
+        # Every client would hold the products of all pairs of inputs.
+        del known["DP ridge"]
+    return known
 
 
 def averaged(place: Place, model: Model) -> Callable[..., Algorithm]:

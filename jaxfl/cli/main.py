@@ -17,7 +17,7 @@ import textwrap
 import time
 import types
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import jax
 import numpy as np
@@ -66,8 +66,16 @@ _FORMS = (
         r"\1 must have a value, got none. Write it after --\1",
     ),
     (
+        r"Missing value for argument '(\w+)'\. Expected 1 values",
+        r"\1 must be given, got none. Write it after the command",
+    ),
+    (
         r"Missing value for argument '--(\S+)'\. Expected (\d+) values",
         r"\1 must have \2 values, got fewer. Write them after --\1",
+    ),
+    (
+        r"--(\S+): Could not (?:find valid parse for|parse) arguments:? (\[.*?\]).*",
+        r"\1 must be values of its type, got \2. The help has the type (--help)",
     ),
 )
 """Patterns of tyro's other messages, each with the sentences of this library that say the same."""
@@ -78,7 +86,7 @@ _LARGEST_DEPLOYMENT = 10**12
 
 def main() -> None:
     """Run the command `jaxfl` with the arguments of this process."""
-    if sys.argv[1:] in (["--version"], ["-V"]):
+    if sys.argv[1:2] in (["--version"], ["-V"]):
         print(f"jaxfl {jaxfl.__version__}")
         return
     sys.excepthook = in_one_line
@@ -154,12 +162,15 @@ def _message(box: str, command: list[str]) -> str:
     if found := re.fullmatch(_CHOICE, message):
         value, name, choices = found.groups()
         near = nearest(value, re.findall(r"'(.*?)'", choices))
-        remedy = "Separate values by spaces." if "," in value else near
+        # `run` has no option that takes several values.
+        several = "," in value and command != ["run"]
+        remedy = "Separate values by spaces." if several else near
         return f"{name} must be one of its choices, got {show(value)}. {remedy}"
-    if found := re.fullmatch(r"Unrecognized options: (.*)", message):
-        return _unknown(found[1], comments, command)
+    if found := re.fullmatch(r"Unrecognized (?:or misplaced )?options: (.*)", message):
+        words = re.sub(r" \(applied to [^)]*\),?", ",", found[1])
+        return _unknown(words.strip(","), comments, command)
     if found := re.match(r"Missing from .*?: (\S+)", message):
-        names = re.findall(r"--[\w-]+", message) or [found[1]]
+        names = re.findall(r"--[\w-]+", message) or [found[1].lower()]
         return f"{', '.join(names)} must be given, got none. The help says more (--help)."
     for pattern, sentences in _FORMS:
         message = re.sub(f"^{pattern}$", sentences, message)
@@ -171,14 +182,16 @@ def _unknown(words: str, comments: list[str], command: list[str]) -> str:
     for comment in comments:
         if found := re.match(r"Available subcommands: (.*)", comment):
             return f"command must be one of {found[1]}, got {show(words)}. Choose one of these."
+    of_run = " A number of the method is --option NAME=VALUE." if command == ["run"] else ""
     options = [word for word in words.split(", ") if word.startswith("-")]
     if not options:
-        return f"words must be options or their values, got {show(words)}. Leave out the surplus."
+        remedy = f"Leave out the surplus.{of_run}"
+        return f"words must be options or their values, got {show(words)}. {remedy}"
     similar = re.findall(r"Perhaps you meant: (?:\S+, )*(\S+)", " ".join(comments))
-    remedies = [f"Did you mean {similar[0]}?"] if similar else ["Options are listed by --help."]
-    if command == ["run"]:
-        remedies.append("A number of the method is --option NAME=VALUE.")
-    return f"option must be known to the command, got {show(options[0])}. {' '.join(remedies)}"
+    # Another command may have an option of this name.
+    similar = [name for name in similar if name != options[0]]
+    remedy = f"Did you mean {similar[0]}?" if similar else "Options are listed by --help."
+    return f"option must be known to the command, got {show(options[0])}. {remedy}{of_run}"
 
 
 def command_line(config: Callable[..., T], description: str | None, **options: Any) -> T:
@@ -254,7 +267,7 @@ def _commands(words: list[str]) -> dict[str, Callable[..., None]]:
         file = configs[0]
 
     def settings_of(command: str, kind: type[T]) -> T:
-        if file and words[0] == command:
+        if file is not None and words[0] == command:
             return settings.read_settings(kind, file)
         return kind()
 
@@ -324,7 +337,9 @@ def _commands(words: list[str]) -> dict[str, Callable[..., None]]:
     }
 
 
-def report(folder: tyro.conf.Positional[pathlib.Path]) -> None:
+def report(
+    folder: Annotated[tyro.conf.Positional[pathlib.Path], tyro.conf.arg(metavar="FOLDER")],
+) -> None:
     """Write report.html into the folder of a run, a sweep or a comparison.
 
     Args:

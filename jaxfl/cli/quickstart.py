@@ -19,10 +19,10 @@ from jaxfl._support.checks import (
     check_delta,
     check_fraction,
     checked,
-    count_from_0,
 )
 from jaxfl.algorithms.feddpa import paper_epsilon
 from jaxfl.backend import compile_quickly
+from jaxfl.cli import settings
 from jaxfl.data import classes_per_client, load, make_clients
 from jaxfl.local import LocalSGD
 from jaxfl.models import digits_cnn, mlp
@@ -33,7 +33,7 @@ from jaxfl.run.simulate import simulate
 from jaxfl.types import Algorithm, Clients, Model
 
 
-@checked(delta=check_delta, rate=check_fraction, seed=count_from_0)
+@checked(delta=check_delta, rate=check_fraction, seed=settings.check_seed)
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Settings of the quickstart.

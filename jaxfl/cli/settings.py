@@ -20,9 +20,7 @@ from jaxfl._support.checks import (
     check_count,
     check_fraction,
     check_positive,
-    check_seeds,
     checked,
-    count_from_0,
     nearest,
     show,
     up_to_infinity,
@@ -39,12 +37,16 @@ _Model = Literal["auto", "mlp", "lenet", "lenet_groupnorm", "feddpa_cnn", "digit
 _Kind = TypeVar("_Kind")
 
 
-def _each(check: Check, example: list[Any]) -> Check:
+check_seed: Check = functools.partial(check_count, least=0, most=2**32 - 1)
+"""Check of the seed of a run, from which its key is made."""
+
+
+def _each(check: Check, example: str) -> Check:
     """Return a check of lists of different values, which checks each and returns a tuple.
 
     Args:
         check: Check of one value.
-        example: List that the error shows.
+        example: Values that the error's remedy names.
     """
 
     def check_all(name: str, value: Any) -> tuple:
@@ -65,17 +67,13 @@ def _each(check: Check, example: list[Any]) -> Check:
 
 def _check_ends(name: str, value: Any) -> tuple[float, float]:
     """Require two finite numbers above 0, the smaller one first, and return them as a tuple."""
-    if not isinstance(value, tuple | list) or len(value) != 2:
+    numbers = isinstance(value, tuple | list) and all(map(_is_number, value))
+    if not numbers or len(value) != 2 or not 0 < value[0] < value[1] < math.inf:
         raise ValueError(
-            f"{name} must be a list of 2 values, got {show(value)}. Give for instance [0.03, 0.3]."
+            f"{name} must be two finite numbers above 0, the smaller one first, got {show(value)}. "
+            "Give for instance 0.03 and 0.3."
         )
-    low, high = (check_positive(f"{name}[{index}]", item) for index, item in enumerate(value))
-    if low >= high:
-        raise ValueError(
-            f"{name} must have its smaller value first, got {show(value)}. "
-            "Give the values in the other order, or two that differ."
-        )
-    return low, high
+    return float(value[0]), float(value[1])
 
 
 def _check_options(name: str, value: Any) -> dict[str, int | float]:
@@ -89,9 +87,14 @@ def _check_options(name: str, value: Any) -> dict[str, int | float]:
 
 def _check_number(name: str, value: Any) -> int | float:
     """Require a number that is not NaN, and return it unchanged."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+    if not _is_number(value):
         raise ValueError(f"{name} must be a number, got {show(value)}. Give for instance 0.3.")
     return value
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is an int or a float, and not NaN."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
 def find_dataset(name: str) -> str | None:
@@ -220,7 +223,15 @@ class Setting:
         name = self.model
         if name == "auto":
             name = "digits_cnn" if dataset.name == "digits" else "lenet"
-        return models.build(name, dataset.train_inputs.shape[1:], dataset.classes)
+        shape = dataset.train_inputs.shape[1:]
+        try:
+            return models.build(name, shape, dataset.classes)
+        except ValueError as error:
+            rule = str(error).partition(", got")[0]
+            raise ValueError(
+                f"model must fit examples of shape {shape}, got {name!r}, whose {rule}. "
+                "Choose another model, such as 'mlp', or other data."
+            ) from None
 
     def algorithm(self, name: str, model: Model, learning_rate: Any, **given: Any) -> Algorithm:
         """Build a method with those of the settings, and of `given`, that it takes.
@@ -292,7 +303,7 @@ def private(name: str) -> bool:
     epsilon=up_to_infinity,
     clip=up_to_infinity,
     options=_check_options,
-    seed=count_from_0,
+    seed=check_seed,
 )
 @dataclasses.dataclass(frozen=True)
 class Run(Setting):
@@ -352,11 +363,11 @@ class Run(Setting):
 
 @checked(
     rate=check_fraction,
-    methods=_each(functools.partial(check_choice, choices=METHODS), ["fedavg", "dp_fedavg"]),
-    epsilons=_each(check_positive, [1.0, 8.0]),
+    methods=_each(functools.partial(check_choice, choices=METHODS), "fedavg and dp_fedavg"),
+    epsilons=_each(check_positive, "1 and 8"),
     learning_rates=_check_ends,
     clips=_check_ends,
-    seeds=check_seeds,
+    seeds=_each(check_seed, "0 and 1"),
 )
 @dataclasses.dataclass(frozen=True)
 class Compare(Setting):
@@ -376,7 +387,17 @@ class Compare(Setting):
     """Seeds of the runs at the best setting."""
 
     def candidates(self, model: Model) -> dict[str, Candidate]:
-        """Return the candidate of each method by its name, with the points that tuning tries."""
+        """Return the candidate of each method by its name, with the points that tuning tries.
+
+        Raises:
+            ValueError: A learning rate is given, which the points would replace.
+        """
+        given = self.local.learning_rate
+        if given != Local().learning_rate:
+            raise ValueError(
+                f"learning_rate must be left out of a comparison, which tunes it, got {given:g}. "
+                "Give its two ends as learning_rates."
+            )
         found = {}
         for name in self.methods:
             build = functools.partial(self.algorithm, name, model)
@@ -404,6 +425,9 @@ def read_settings(kind: type[_Kind], path: str | os.PathLike) -> _Kind:
         ValueError: The file cannot be read, or has an unknown setting or a wrong value.
     """
     where = repr(str(path))
+    # A folder has no text, and a pipe might never end.
+    if not os.path.isfile(path):
+        raise ValueError(f"config must be a file, got {where}. Give the path of a YAML file.")
     try:
         values = _parse(pathlib.Path(path).read_bytes())
     except RecursionError:
@@ -413,8 +437,9 @@ def read_settings(kind: type[_Kind], path: str | os.PathLike) -> _Kind:
         problem = _first_problem(error)
     else:
         return _settings_from(kind, values, where)
-    remedy = "Correct the file." if os.path.exists(path) else "Give the path of a file."
-    raise ValueError(f"config must be a YAML file of settings, got {where} ({problem}). {remedy}")
+    raise ValueError(
+        f"config must be a YAML file of settings, got {where} ({problem}). Correct the file."
+    )
 
 
 def _first_problem(error: Exception) -> str:
@@ -475,6 +500,10 @@ def _settings_from(kind: type, values: Any, where: str) -> Any:
         where: Place of the values, for error messages.
     """
     fields = {field.name: field.default for field in dataclasses.fields(kind)}
+    if values is None:
+        raise ValueError(
+            f"config must have settings by name, got none in {where}. Write for instance rounds: 3."
+        )
     if not isinstance(values, Mapping):
         raise ValueError(
             f"config must have settings by name, got {show(values)} in {where}. "

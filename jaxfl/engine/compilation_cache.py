@@ -48,7 +48,8 @@ def enable() -> None:
     """Let JAX cache every program that it compiles, if the system has a folder for the cache.
 
     Nothing changes if JAX has a cache already, or if `JAXFL_COMPILATION_CACHE` is 0. Nothing is
-    written before the first program is compiled.
+    written before JAX first looks for a program. When the process ends, the least recently used
+    programs beyond 1 GiB are removed.
     """
     if (
         jax.config.values["jax_compilation_cache_dir"] is not None

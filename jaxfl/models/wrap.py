@@ -234,7 +234,9 @@ def _names_of_path(path: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def _stream(key: Array | None, number: int, leaf: Any) -> Array:
-    """Return a new value of one leaf of nnx's streams, which is a key or a count of its uses.
+    """Return a new value of one leaf of nnx's streams.
+
+    A leaf is the key of a stream, or the number of times that the stream was used.
 
     Args:
         key: Key of all streams. None stands for a fixed key, in evaluation.

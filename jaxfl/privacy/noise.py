@@ -286,7 +286,8 @@ def skellam_thresholds(variance: fractions.Fraction) -> UInt32[np.ndarray, "3 n"
     The highest word comes first, and the last one is doubled. :math:`P(X = k) = e^{-\mu} I_k(\mu)`,
     and :math:`I_{k-1} = I_{k+1} + 2 k I_k / \mu` downwards from a k that is too large to matter
     (Miller's algorithm). All terms are positive, and the arithmetic is that of whole numbers with
-    96 bits or more. Probabilities are therefore accurate to a relative 2^-50 and an absolute 2^-94.
+    96 bits or more. The error of a probability p is therefore at most 2^-50 p + 2^-94. The entry of
+    k = 0 is 2^95 - 1, because 2^95 needs a 96th bit.
 
     Args:
         variance: :math:`\mu`, the variance of X.
@@ -310,7 +311,6 @@ def skellam_thresholds(variance: fractions.Fraction) -> UInt32[np.ndarray, "3 n"
         tail += here
     # The loop has added I_0, which occurs once. The others occur twice.
     total = 2 * tail - here
-    # P(|X| >= 0) = 1 would need a 96th bit.
     thresholds = [2**95 - 1, *((tail << 96) // total for tail in reversed(tails))]
     words = [(t >> 63, (t >> 31) & 0xFFFFFFFF, (t & 0x7FFFFFFF) << 1) for t in thresholds]
     return np.array(words, np.uint32).T

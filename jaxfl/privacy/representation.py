@@ -1,8 +1,8 @@
 """Numbers in which a round's sums are made: floats, 64-bit integers, or whole steps of a grid.
 
-The engine converts each contribution by `in_units`, adds up a few of them, and converts that sum by
-`settle` before it adds it to the others. `encode` converts what the server adds: noise, or the
-canaries of an audit.
+The engine converts each contribution by `in_units`, and adds up those of `chunks_per_sum` chunks,
+or of all. `settle` converts such a sum, which the engine then adds to the other sums. `encode`
+converts what the server adds: noise, or the canaries of an audit.
 """
 
 import dataclasses
@@ -153,7 +153,10 @@ class Grid(Floats):
         return add_grid_noise(key, total, mesh)
 
     def _check_resolution(self, coordinates: int) -> None:
-        """Require a grid that is finer than most updates of so many coordinates."""
+        """Require a step of at most sqrt(3 / d) times the longest contribution, for d coordinates.
+
+        Most coordinates of an update would be shorter than a longer step.
+        """
         # A traced level has no value to check. A coarse grid harms accuracy alone, because the norm
         # is bounded on any grid.
         if traced(self.levels):

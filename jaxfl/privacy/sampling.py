@@ -30,7 +30,9 @@ def coins(
 ) -> Bool[Array, "{count}"]:
     """Draw `count` independent coins, each True with probability `rate` or its entry of `rate`.
 
-    A rate is rounded down to a multiple of 2^-64, because a coin has 64 bits.
+    A rate is rounded down to a multiple of 2^-64, because a coin has 64 bits. A rate of 1 is exact
+    if all coins have it, and otherwise loses 2^-64. A traced rate is replaced by the next float32
+    below.
     """
     if not traced(rate) and np.all(np.asarray(rate) == 1):
         return jnp.ones(count, bool)
@@ -639,7 +641,8 @@ class Turns:
         if not self.known:
             raise ValueError(
                 "participations and separation must be None for a mechanism whose `view` reads who "
-                "took part, because limits leave that open. Leave them out."
+                f"took part, got at most {self.most} rounds of a client, {self.gap} apart. "
+                "Leave both out."
             )
         rounds, clients = self.shape
         return _groups(clients, self.gap) == np.arange(rounds)[:, None] % self.gap

@@ -242,8 +242,18 @@ class Comparison(NamedTuple):
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Comparison":
-        """Return the comparison that `save` wrote into a file."""
-        return cls(**json.loads(read(pathlib.Path(path))))
+        """Return the comparison that `save` wrote into a file.
+
+        Raises:
+            ValueError: The file has other content.
+        """
+        try:
+            return cls(**json.loads(read(pathlib.Path(path))))
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"path must be a file that `save` wrote, got {str(path)!r}, which has other "
+                f"content ({error}). Give another path, or run the comparison again."
+            ) from None
 
     @property
     def cells(self) -> list[tuple[str, float]]:

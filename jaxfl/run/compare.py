@@ -159,7 +159,7 @@ def compare(
     if tuning_seed in seeds:
         raise ValueError(
             f"tuning_seed must not be among seeds={show(seeds)}, got {tuning_seed}. "
-            "Give another seed."
+            "Give other seeds, or another tuning_seed."
         )
     root = None if folder is None else pathlib.Path(folder)
     assert callable(clients)

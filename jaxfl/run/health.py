@@ -1,4 +1,8 @@
-"""Warnings about updates, models and data that are not finite, with remedies that fit the cause."""
+"""Warnings about a run, with remedies that fit the cause.
+
+They are about values that are not finite, updates that are all clipped, missing test examples, and
+weights that are sent as updates.
+"""
 
 import functools
 import logging

@@ -199,7 +199,10 @@ class SecretBits:
                     )
                 content = file.read(status.st_size)
         except OSError as error:
-            raise ValueError(f"{str(path)!r} cannot be used ({error}). {_BITS_REMEDY}") from error
+            raise ValueError(
+                f"{str(path)!r} must be a file that this process can use, got one that it cannot "
+                f"({error}). {_BITS_REMEDY}"
+            ) from error
         starts = range(0, self._size, _BYTES)
         if not all(any(content[start : start + _BYTES]) for start in starts):
             raise ValueError(f"{str(path)!r} must hold random bits, got only zeros. {_BITS_REMEDY}")
@@ -217,8 +220,8 @@ class SecretBits:
                 files.write_secret(path, content)
             except OSError as error:
                 text = (
-                    f"{error.strerror}: the secret bits cannot be kept. Make room, or choose "
-                    "another folder"
+                    f"the folder must keep the secret bits, got {error.strerror!r}. Make room, or "
+                    "choose another folder"
                 )
                 raise OSError(error.errno, text, str(path)) from error
             try:

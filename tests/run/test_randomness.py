@@ -383,7 +383,7 @@ def test_a_disk_that_is_full_at_any_byte_leaves_a_folder_that_works_again(tmp_pa
         bits = SecretBits(1, tmp_path / "noise.key")
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
         try:
-            with pytest.raises(OSError, match=r"secret bits cannot be kept.*Make room.*noise\.key"):
+            with pytest.raises(OSError, match=r"must keep the secret bits.*Make room.*noise\.key"):
                 bits.begin(RUN)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)

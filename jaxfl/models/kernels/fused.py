@@ -1,10 +1,11 @@
-"""Convolution, bias, ReLU and 2x2 max-pool in one GPU kernel each way.
+"""Convolution, bias, ReLU and 2x2 max-pool in one GPU kernel forward, and at most two backward.
 
 The maps before the pooling never reach memory. Lanes are columns and examples, and weights are
 scalars, so that an operation on few channels costs no more than on many. There is no matrix
-product, no patch, and no padding to tiles. One program (128 threads) computes one line of pooled
-maps for some features. Its sums for the four places of all windows stay in registers, where the
-maximum is taken.
+product, no patch, and no padding to tiles. One program (128 threads) of the forward kernel computes
+one line of pooled maps for some features. Its sums for the four places of all windows stay in
+registers, where the maximum is taken. Backward, one kernel makes the gradients of the weights and
+of the bias. Another one makes the input's gradient, which a first layer does not need.
 
 Columns are stored by their remainder. The columns that a place or a tap needs, for all windows, are
 then neighbours in memory. The divisor is 2 for a single layer, 4 if the next layer reads the

@@ -380,6 +380,6 @@ def _search(
         raise ValueError(
             f"epsilon must be larger for this accountant, which proves no less than "
             f"{epsilon_above:.3g} with noise of {too_small:.3g}, got {target:.6g}. "
-            "Give a larger epsilon, or the accountant 'pld'."
+            "Give a larger epsilon or sampling rate, or the accountant 'pld'."
         )
     return enough

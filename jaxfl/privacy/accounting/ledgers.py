@@ -29,7 +29,12 @@ _TINY = "the noise or delta is too small to account for"
 
 
 def check_ledger(name: str, value: Any) -> Ledger:
-    """Require a ledger whose tables fit one another."""
+    """Require a ledger whose tables of participants, noise and weights fit, and return it.
+
+    Raises:
+        TypeError: The value is no ledger.
+        ValueError: A table has another number of rounds or clients than the participants.
+    """
     if not isinstance(value, Ledger):
         raise TypeError(
             f"{name} must be a Ledger, got {show(value)}. "
@@ -106,9 +111,15 @@ def epsilon(
             client's absence. Poisson sampling still amplifies.
 
     Guarantee: Privacy of a client, or of one of its examples (`unit`), by the mechanism's `view`.
-        Adjacency is zero-out of a client for the aggregate, and replace-one for uploads. Noise,
-        weights and sampling are assumed to depend on private data at most through releases under
-        the mechanism's filter. Clipping is assumed to cover a client's whole update.
+        Adjacency is zero-out of a client for the aggregate and for another client, and replace-one
+        for uploads. Noise, weights and sampling are assumed to depend on private data at most
+        through releases under the mechanism's filter. Clipping is assumed to cover a client's whole
+        update.
+
+    Raises:
+        ValueError: The tables of the ledger do not fit one another, a round's noise is below its
+            `noise_multiplier`, or delta is not in (0, 1).
+        TypeError: `ledger` is no ledger.
 
     >>> run = planned_ledger(Mechanism(clip=1.0, noise_multiplier=10.0), clients=4, rounds=100)
     >>> mechanism = Mechanism(clip=1.0, noise_multiplier=10.0)

@@ -128,9 +128,9 @@ def plain_view(
 
 
 def one_gaussian(value: float, theorem: str, why_infinite: str) -> View:
-    """Return the view of all rounds of a run as one Gaussian mechanism.
+    """Return the view of all rounds of a run as one Gaussian mechanism of the multiplier `value`.
 
-    A multiplier of 0 means no noise at all. Infinity means that nothing is seen.
+    0 means no noise at all. Infinity means that nothing is seen.
     """
     return plain_view(np.full((1, 1), value), theorem, why_infinite)._replace(whole=True)
 

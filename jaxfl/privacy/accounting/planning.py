@@ -31,6 +31,7 @@ from jaxfl.privacy.accounting.calibration import (
 )
 from jaxfl.privacy.accounting.ledgers import Epsilon, tightest
 from jaxfl.privacy.mechanisms import BandedNoise, BLTNoise, Mechanism, blt
+from jaxfl.privacy.mechanisms.gaussian import MOST_NOISE
 from jaxfl.privacy.sampling import (
     MOST_BINS,
     BallsInBins,
@@ -170,9 +171,18 @@ def _check_mechanisms(name: str, value: Any) -> dict[str, Mechanism]:
     }
 
 
+def _check_multiplier(name: str, value: Any) -> float:
+    noise = at_least_0(name, value)
+    if noise > MOST_NOISE:
+        raise ValueError(
+            f"{name} must be at most {MOST_NOISE:g}, got {show(value)}. Give less noise."
+        )
+    return noise
+
+
 @checked(
     epsilon=check_budget,
-    noise_multiplier=at_least_0,
+    noise_multiplier=_check_multiplier,
     delta=check_delta,
     kinds=_check_kinds,
     mechanisms=_check_mechanisms,
@@ -381,7 +391,7 @@ def _check_fits_plan(
     )
 
 
-@checked(noise_multiplier=at_least_0, delta=check_delta)
+@checked(noise_multiplier=_check_multiplier, delta=check_delta)
 def most_rounds(
     epsilon: float,
     *,
@@ -415,7 +425,7 @@ def most_rounds(
     return _largest(lambda rounds: _epsilon(mechanism, clients, rounds, delta) <= epsilon, most)
 
 
-@checked(noise_multiplier=at_least_0, delta=check_delta)
+@checked(noise_multiplier=_check_multiplier, delta=check_delta)
 def largest_cohort(
     epsilon: float,
     *,

@@ -51,7 +51,7 @@ from jaxfl.privacy.sampling import Full, Sampling
 from jaxfl.privacy.sums import narrow
 from jaxfl.types import Ledger, Message, Number, Tree
 
-_MOST_NOISE = 1e8
+MOST_NOISE = 1e8
 """Largest noise multiplier. More noise would exceed the 64 bits of a sum."""
 
 _SMALL = 2.0**-63
@@ -421,9 +421,9 @@ class Mechanism:
             if traced(value):
                 continue
             on_sum = np.outer(extremes(name, np.asarray(value, np.float64)), weights)
-            if np.max(value) > _MOST_NOISE:
+            if np.max(value) > MOST_NOISE:
                 raise ValueError(
-                    f"{name} must be at most {_MOST_NOISE:g}, got {show(value)}. Give less noise."
+                    f"{name} must be at most {MOST_NOISE:g}, got {show(value)}. Give less noise."
                 )
             extremes(f"{name} times weights", on_sum)
 

@@ -82,8 +82,9 @@ def fitting(build: Build, chunk: int, arguments: tuple, *, call: bool = True) ->
         chunk: Number of clients vectorised at a time.
         arguments: Arguments of a call.
         call: Whether to call the program once on copies of the state, because even a call that
-            fails donates its arguments. The copies take memory in addition to the state. False is
-            for absent devices, and relies on the compiler's memory estimate.
+            fails donates its arguments. The copies take memory in addition to the state. A chunk of
+            1 is not called. False is for absent devices, and relies on the compiler's memory
+            estimate.
     """
 
     def attempted(chunk: int) -> Program:
@@ -102,18 +103,20 @@ def fastest(
 
     Candidates come from `Backend.chunks`, in order. The search ends if the next candidate is not
     expected to fit in memory, or does not fit. It also ends if a candidate is slower than its
-    predecessor.
+    predecessor, unless the predecessor is 1. If the first candidate does not fit, the result is
+    that of `fitting` for half of it.
 
-    The choice is cached in this process and in the cache folder (`JAXFL_CACHE_DIR`). It is
-    identified by the arrays' shapes, the kind and number of devices, the version of JAX and
-    `facts`.
+    A measured choice is cached in this process and in the cache folder (`JAXFL_CACHE_DIR`). It is
+    identified by the arrays' shapes and dtypes, the kind and number of devices, the version of JAX
+    and `facts`.
 
     Args:
         build: Function that makes the program of a chunk.
         most: Largest useful chunk. The first candidate may exceed it.
         arguments: Arguments of a call for one round.
         mesh: The devices.
-        facts: Everything else that the choice depends on, except batches and local steps.
+        facts: Everything else that the choice depends on. Batches and local steps are left out, so
+            methods that differ only in these share a choice.
     """
     shapes = str(
         jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (build(1).args, arguments))

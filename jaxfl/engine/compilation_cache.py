@@ -45,11 +45,11 @@ JAX makes the cache's folder after this event.
 
 
 def enable() -> None:
-    """Let JAX cache every program that it compiles, if the system has a folder for the cache.
+    """Let JAX cache every program that it compiles, if the cache's folder can be written.
 
     Nothing changes if JAX has a cache already, or if `JAXFL_COMPILATION_CACHE` is 0. Nothing is
     written before JAX first looks for a program. When the process ends, the least recently used
-    programs beyond 1 GiB are removed.
+    programs beyond 1 GiB are removed, if `claim` has marked the folder.
     """
     if (
         jax.config.values["jax_compilation_cache_dir"] is not None

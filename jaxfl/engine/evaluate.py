@@ -28,8 +28,9 @@ _EVALUATION_BATCH = 64
 PerClient: TypeAlias = dict[str, Any]
 """Test loss and metrics of each client by name: arrays [C], or [E, C] for E evaluations.
 
-The scores of a client without test examples are NaN. They are also NaN if its loss is NaN, because
-outputs that are not finite are no answer, even if they are right by chance.
+For the P points of a sweep, the arrays are [P, C]. All scores of a client are NaN if the client has
+no test examples, or if its loss is NaN: outputs that are not finite are no answer, even if they are
+right by chance.
 """
 
 
@@ -196,7 +197,7 @@ def summarize(
 
     The statistics are over clients with test examples, and NaN if there are none. A client for
     which a metric is not defined is left out. If a client's loss is NaN, its metric counts as 0 if
-    higher values are better. It makes the mean NaN if lower values are better.
+    higher values are better. If lower values are better, all statistics of the metric are NaN.
     """
     tested = np.asarray(sizes) > 0
     row: dict[str, float] = {}

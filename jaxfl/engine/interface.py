@@ -19,7 +19,8 @@ class Engine(Protocol):
     """State of one run, or of all points of a sweep, and the programs that advance it.
 
     `jaxfl.engine.resident.Resident` holds the client states on the devices, and
-    `jaxfl.engine.streamed.Stream` holds them on the host. Both give the same results.
+    `jaxfl.engine.streamed.Stream` holds them on the host. Their results are equal up to
+    rounding.
     """
 
     population: Population
@@ -59,7 +60,11 @@ class Engine(Protocol):
     def rounds(self, start: int, count: int) -> Records:
         """Run `count` rounds from round `start`, and return their records on the host.
 
-        The records have at least `count` rows.
+        The records have at least `count` rows, and a leading axis P for points.
+
+        Args:
+            start: Index of the first round, from 0.
+            count: Number of rounds, from 1 to the engine's largest number per call.
         """
         ...
 
@@ -77,7 +82,7 @@ class Engine(Protocol):
         ...
 
     def save(self, write: Callable[[], Any]) -> None:
-        """Call `write`, which writes a checkpoint, after the files that the checkpoint needs."""
+        """Write the files that a checkpoint needs, then call `write`, which writes the rest."""
         ...
 
     def restore(self, saved: dict[str, Tree]) -> None:
@@ -85,5 +90,8 @@ class Engine(Protocol):
         ...
 
     def all_states(self) -> Tree:
-        """Return the client states [C, ...] as host arrays, with a leading axis P for points."""
+        """Return the client states [C, ...] as host arrays, with a leading axis P for points.
+
+        With several processes, the states are on the devices, and include padding clients.
+        """
         ...

@@ -1,4 +1,4 @@
-"""Cache of the programs of recent runs, so that a run of the same method compiles nothing again.
+"""Cache of the programs of recent runs, for further runs of the same method and shapes.
 
 Without this module, each run would trace and compile functions of its own. That takes most of the
 time of a short run.
@@ -118,6 +118,7 @@ def clear_caches() -> None:
 def key_of_method(method: Algorithm | Points) -> Hashable:
     """Return a key that is equal for methods which were built from equal arguments.
 
+    Arguments that `key_of_value` cannot compare by what they hold count by their identity.
     The keys of two `Points` are equal if their values and batches are equal too. A builder that may
     change gives a new key for each sweep.
     """
@@ -152,7 +153,8 @@ def key_of_value(value: Any) -> Hashable:
 
     Functions are compared by their code, and by what their defaults and closures hold. Functions
     of other packages than the project and its libraries are also compared by the globals that they
-    read. Tuples, dicts, frozen dataclasses and NumPy arrays are compared by what they hold.
+    read. Tuples, dicts, NumPy arrays of at most 16 MiB, and frozen dataclasses of the project and
+    its libraries are compared by what they hold.
 
     A value that holds anything that may change, such as a list or an object of the user's own
     class, is compared by identity: no key shows whether it has changed. So is a function that
@@ -299,7 +301,7 @@ def described(population: Population) -> Population:
 
 
 def key_of_arrays(tree: Tree) -> Hashable:
-    """Return a key of the shapes, dtypes and devices of some arrays."""
+    """Return a key of a tree's structure, and of its arrays' shapes, dtypes and shardings."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple(map(_described, leaves))
 

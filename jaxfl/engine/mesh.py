@@ -1,4 +1,4 @@
-"""Clients on a mesh of devices. Each device holds its own clients, with their examples or all."""
+"""Clients on a mesh of devices. Each device holds its clients' examples, or all examples."""
 
 import functools
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from jaxfl.local.lanes import longest
 from jaxfl.types import ClientData, Clients, Rows, StepNoise, Tree
 
 _SMALL_CLIENT = 512
-"""Number of examples of the largest client up to which all clients have the same program."""
+"""Number of examples. If no client has more, all clients have the same program."""
 
 _MOST_CAPACITIES = 4
 """Largest number of capacities of a population. Each of them takes time to compile."""
@@ -80,7 +80,8 @@ def place(clients: Clients, devices: list[jax.Device] | None = None) -> Populati
             processes.
 
     Raises:
-        ValueError: A process would have no clients.
+        ValueError: A process has no device of the mesh, because `devices` leave it out, or because
+            there are too few clients.
     """
     mesh = mesh_of(clients, devices)
     devices = list(mesh.devices.flat)

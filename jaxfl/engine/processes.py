@@ -42,9 +42,9 @@ def by_first(work: Callable[[], _T]) -> _T | None:
 
 
 def maximum(*values: float | int) -> list[float | int]:
-    """Return the largest of each value over all processes, as float32.
+    """Return the largest of each value over all processes, which then take the same decision.
 
-    All processes then take the same decision. A single process gets its own values.
+    Several processes get values rounded to float32. A single process gets its own values.
     """
     if jax.process_count() == 1:
         return list(values)
@@ -68,6 +68,7 @@ def agree(facts: Mapping[str, str]) -> None:
 
     Raises:
         ValueError: Facts differ. Every process raises it, with the values and their processes.
+        jax.errors.JaxRuntimeError: A process has not made the call within half an hour.
     """
     client = distributed.global_state.client
     process = distributed.global_state.process_id

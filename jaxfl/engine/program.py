@@ -56,7 +56,7 @@ def initialize(
 
     Args:
         key: Key of the first state.
-        memory_key: Key of the mechanism's memory, from the stream of the cohorts.
+        memory_key: Stream of the cohorts, from which the key of the mechanism's memory follows.
         algorithm: One algorithm, or the points of a sweep.
         population: The clients on their devices.
     """
@@ -111,7 +111,7 @@ def first_states(
     Args:
         algorithm: The method that runs.
         key: Key of the first state.
-        memory_key: Key of the mechanism's memory, from the stream of the cohorts.
+        memory_key: Stream of the cohorts, from which the key of the mechanism's memory follows.
         population: The clients on their devices.
     """
     server, states = algorithm.init(key, population.num_clients)
@@ -178,13 +178,12 @@ def compile_rounds(
     It runs rounds `start` to `start + rounds - 1`, at most `segment` of them. Both numbers are
     dynamic, so that one compilation serves a run of any length. `center` and `states` are donated.
     Rows of the records beyond `rounds` are zero. A single key instead of `Keys` serves all streams.
-    For `Points`, all arguments but `start` and `rounds` have a leading axis P.
+    For `Points`, all arguments but `start` and `rounds`, and all results, have a leading axis P.
 
     Args:
         algorithm: One algorithm, or the points of a sweep.
         population: The clients on their devices.
-        chunk: Number of clients vectorised at a time on each device. Memory grows with the chunk,
-            not with the cohort.
+        chunk: Number of clients vectorised at a time on each device. Memory grows with the chunk.
         segment: Largest number of rounds per call.
     """
 

@@ -147,9 +147,9 @@ class Resident(Engine):
     def all_states(self) -> Tree:
         """Return the client states [C, ...] as host arrays.
 
-        The host unpacks them, because packed and unpacked states together may not fit on the
-        devices. With several processes they stay on the devices, and include the rows that pad the
-        mesh.
+        The host unpacks the states, because packed and unpacked states together may not fit on the
+        devices. With several processes, the states stay on the devices, and include the rows of
+        padding clients. For points, a leading axis P comes first.
         """
         if jax.process_count() > 1:
             return jax.jit(States.tree)(self.states)

@@ -43,7 +43,7 @@ class Keys(NamedTuple):
     clients: Key[Array, ""]
     """Stream of the clients' own draws, such as the order of their examples."""
     cohort: Key[Array, "*S"]
-    """Stream of the draws of participants."""
+    """Stream by which the participants of each round are drawn."""
     noise: Key[Array, "*S"]
     """Stream of all noise, and of the batches of private local steps."""
 
@@ -66,15 +66,22 @@ class Records(NamedTuple):
 
     ledger: Ledger
     info: dict[str, Float[Any, "T"]]
-    """Means over the participants whose updates are finite, by name."""
+    """Means over the participants whose updates and states are finite, by name.
+
+    The entry `participants` is the number of all participants.
+    """
     nonfinite: Int[Any, "T"]
-    """Numbers of participants whose updates are dropped because they are not finite."""
+    """Numbers of participants whose updates are dropped.
+
+    An update is dropped if it is not finite. Without private local steps, it is also dropped if the
+    client's new state is not finite.
+    """
     server_finite: Bool[Any, "T"]
     """Whether all numbers of the server's state are finite after the round."""
 
 
 class _Slots(NamedTuple):
-    """A round's values of each client in memory, sharded like the clients."""
+    """A round's values of each client on the devices, sharded like the clients."""
 
     ids: Int[Array, "S"]
     """Index of the client among all clients."""
@@ -94,7 +101,7 @@ class _Slots(NamedTuple):
 class Sums(NamedTuple):
     """Sums over the participants of a round.
 
-    Outside of `shard_map`, each leaf has a leading axis of devices.
+    Outside of `shard_map`, each leaf has a leading axis of devices, over which `finish_round` sums.
     """
 
     contributions: Total
@@ -123,7 +130,7 @@ def one_round(
 ) -> tuple[Center, States, Records]:
     """Return the center, the client states and the records after a round.
 
-    All clients are in memory.
+    The devices hold all clients.
 
     Args:
         algorithm: The method that runs.
@@ -386,7 +393,8 @@ def _cohort(
 def useful_lanes(sampling: Sampling, population: Population) -> int:
     """Return the largest useful number of clients vectorised at a time on a device.
 
-    It is two standard deviations above the mean number of a device's participants, so that a round
+    It is the number of participants if a single device has a fixed number of them. Otherwise it is
+    about two standard deviations above the mean number of a device's participants, so that a round
     rarely needs a second chunk. More lanes would mostly be empty, and cost as much.
     """
     devices = population.mesh.size

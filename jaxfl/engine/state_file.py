@@ -1,4 +1,4 @@
-"""Client states on the host, in rows of a memory-mapped file that survives a kill at any moment."""
+"""Client states on the host, in the rows of a memory-mapped file."""
 
 import contextlib
 import os
@@ -31,14 +31,14 @@ class Store:
 
     A row is written to the place that the last checkpoint does not need. A kill at any moment
     therefore leaves the rows of the last checkpoint intact. A checkpoint stores only the place of
-    each row, 0 or 1 (`side`), and its checksum (`sums`). Only rows that were written since the
-    start take disk space twice.
+    each row, 0 or 1 (`side`), and its checksum (`sums`). A row takes disk space twice only after
+    both of its places were written.
 
     All rows are zeros until `start` makes the file, or `restore` finds it.
 
     Args:
         folder: Folder of the file, which is made with the file. None stands for a file without a
-            name in the system's temporary folder, with one place for each row.
+            name in the system's temporary folder, in which only the first places are used.
         like: Shapes and dtypes of client states [C, ...].
         num_clients: C, the number of clients.
 
@@ -64,7 +64,10 @@ class Store:
         self.kept = np.ones(num_clients, np.uint8)
 
     def start(self) -> None:
-        """Make the file with rows of zeros. An earlier file is replaced."""
+        """Make the file with rows of zeros, in place of an earlier file.
+
+        States without numbers need no file.
+        """
         # An open map outlives its file's name, so a temporary file needs no clean-up.
         if self.folder is None:
             folder: Any = tempfile.TemporaryDirectory()
@@ -122,14 +125,15 @@ class Store:
             self.kept = self.side.copy()
 
     def restore(self, side: UInt8[np.ndarray, "C"], sums: UInt32[np.ndarray, "C"]) -> None:
-        """Return to the rows of a checkpoint.
+        """Return to the rows of a checkpoint. The store must have a folder.
 
         Args:
             side: Place of each row.
             sums: Checksum of each row.
 
         Raises:
-            DamagedError: The rows have changed since the checkpoint.
+            DamagedError: The file is missing or has another size, or rows have changed since the
+                checkpoint.
         """
         assert self.folder is not None
         path = self.folder / ROWS
@@ -160,9 +164,9 @@ class Store:
     def states(self) -> Tree:
         """Return all states [C, ...], mapped and read-only.
 
-        Rows in the second place move to the first place, which the result shows. Rows that have
-        changed since the last checkpoint do not move, because the checkpoint may need the rows that
-        they would replace. A caller therefore saves a checkpoint first.
+        The result shows the first place of each row. Rows in the second place are copied there,
+        except those that have changed since the last checkpoint, because the checkpoint may need
+        the rows that they would replace. A caller therefore saves a checkpoint first.
         """
         # Places are 0 and 1, so `&` finds the rows whose present and protected place is 1.
         moving = np.flatnonzero(self.side & self.kept)

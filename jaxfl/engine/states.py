@@ -27,7 +27,7 @@ class States:
     """Matrices by name: a dtype, or the position of a leaf."""
     structure: Any = dataclasses.field(metadata={"static": True})
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = dataclasses.field(metadata={"static": True})
-    """Name of the matrix, and shape of each leaf of one client."""
+    """For each leaf, the name of its matrix and its shape for one client."""
 
     @classmethod
     def of(cls, states: Tree, joined: bool = True) -> "States":

@@ -123,7 +123,10 @@ class Programs(NamedTuple):
     finish: Any
     """Program `(keys, index, cohort, total, center) -> (center, records)`, the end of a round."""
     renew: Any
-    """Program `(states, before, source) -> states` that takes entries `source` of both states."""
+    """Program `(states, before, source) -> states` for states with some newer ones.
+
+    It takes the entries `source` of the slots of `states`, followed by those of `before`.
+    """
     score: Callable[[int], functools.partial]
     """Function from a chunk to the program of an evaluation."""
 
@@ -424,7 +427,7 @@ class Stream(Engine):
 
     @override
     def all_states(self) -> Tree:
-        """Return the client states [C, ...] as mapped and read-only arrays."""
+        """Return the client states [C, ...] as mapped and read-only arrays (see `Store.states`)."""
         return self.store.states().tree()
 
     def _build(self, chunk: int) -> functools.partial:

@@ -48,15 +48,16 @@ class Comparison(NamedTuple):
     - The last row of the run's metrics, with `bytes_up` and `bytes_down`: what one participant
       sends and receives in one round.
     - `unseen`: The headline metric of the clients who took no part, if there were any.
-    - `dropped`: The share of the updates that were not finite, if there were any.
+    - `dropped`: The share of the updates that were not finite, if there were any. A public report
+      has it only if all updates were dropped.
     - `run`: The run's folder, if it has one.
 
     `tuning` has one row per method and epsilon, with the points and their scores on validation
     examples. The scores are by round, for the rounds that may be chosen. `missing` has a row for
     each run without a result: `method`, `epsilon`, `seed` (None for tuning), `chosen` and `reason`.
 
-    A run whose updates were all dropped has a row, but means, differences and pictures leave it
-    out.
+    A run whose updates were all dropped has a row. However, the mean of its method at its epsilon
+    is NaN, and differences and pictures leave this method out at this epsilon.
     """
 
     rows: list[Row]
@@ -78,7 +79,7 @@ class Comparison(NamedTuple):
 
         Returns:
             Mean and standard deviation. The deviation is NaN for a single seed. Both are NaN if all
-            updates of a run were dropped.
+            updates of a run were dropped, or if there are no runs.
 
         Raises:
             ValueError: The rows have no such column of numbers.
@@ -96,11 +97,12 @@ class Comparison(NamedTuple):
         Args:
             reference: Name of a method. Others are compared with it at the same epsilon, or at
                 infinity if it has no run at this epsilon.
-            confidence: Confidence of the interval, which is (None, None) for a single seed.
+            confidence: Confidence of the interval, whose ends are None for a single seed.
 
         Returns:
-            A row for each method and epsilon that has pairs: `method`, `epsilon`, the mean
-            `difference` (method minus reference), and the ends `low` and `high` of the interval.
+            A row for each method and epsilon that has pairs of known scores: `method`, `epsilon`,
+            the mean `difference` (method minus reference), and the ends `low` and `high` of the
+            interval.
 
         Raises:
             ValueError: The comparison has no rows of the reference.
@@ -152,6 +154,9 @@ class Comparison(NamedTuple):
 
         Args:
             column: Name of a column of the rows. None stands for the headline metric.
+
+        Raises:
+            ValueError: The rows have no such column of numbers.
         """
         head, *lines = [[cell.replace("|", r"\|") for cell in line] for line in self._table(column)]
         rule = ["---"] * len(head)
@@ -162,6 +167,9 @@ class Comparison(NamedTuple):
 
         Args:
             column: Name of a column of the rows. None stands for the headline metric.
+
+        Raises:
+            ValueError: The rows have no such column of numbers.
         """
         table = self._table(column)
         head, *rows = [" & ".join(map(_latex, line)) + r" \\" for line in table]
@@ -184,11 +192,18 @@ class Comparison(NamedTuple):
 
         Args:
             path: Path of the picture. Its suffix (png, pdf or svg) is the format.
+
+        Raises:
+            ValueError: The path has another suffix, or matplotlib is not installed.
         """
         plots.save(self.figure(), path)
 
     def figure(self) -> Any:
-        """Return the picture of `plot` as a figure of matplotlib."""
+        """Return the picture of `plot` as a figure of matplotlib.
+
+        Raises:
+            ValueError: Matplotlib is not installed.
+        """
         sends = {row["method"] for row in self.rows if row["stated"] != 0}
         return plots.comparison(self.intervals(), self.headline, sends)
 
@@ -225,7 +240,8 @@ class Comparison(NamedTuple):
 
         Returns:
             The mean of the headline metric, and half the width of its interval by Student's t. The
-            width is NaN for a single seed. Runs whose updates were all dropped are left out.
+            width is NaN for a single seed. A method is left out at an epsilon at which a run has no
+            score, or all of a run's updates were dropped.
         """
         found: dict[str, dict[float, tuple[float, float]]] = {}
         for method, epsilon in self.cells:

@@ -78,7 +78,7 @@ def looks(names: Iterable[str]) -> dict[str, Look]:
 
     A name of a method (`METHODS`) has the look of this method in every picture, in any spelling
     such as "DP-FedAvg" or "dp_fedavg". A variant such as "linear IFCA, corrected" has the look of
-    its method, unless the picture has the method itself. Other names have looks that are left,
+    its method, unless another curve of the picture has it. Other names have looks that are left,
     first in the colours that the picture has least of.
 
     Args:

@@ -23,7 +23,7 @@ from jaxfl.report.comparison import Comparison, Row, at_an_end
 from jaxfl.report.facts import in_words
 
 _CLIENTS = 1000
-"""Largest number of clients that a page lists, so that it stays below a megabyte."""
+"""Largest number of clients that a page lists, so that the page stays small."""
 
 _RERUN = "If a run wrote it, remove it and run again with the same settings."
 """Remedy of errors about a file that a run wrote."""
@@ -62,7 +62,8 @@ def write_report(
 
     The page is one file without scripts, and needs no network. It shows what the folder holds: the
     privacy statement, curves, scores by client, an audit, settings and versions. The run need not
-    be finished. The folder of a run or of a sweep's point also gets `curves.pdf`, for a paper.
+    be finished, but must have an evaluation. With matplotlib, the folder of a run or of a sweep's
+    point also gets `curves.pdf`, for a paper.
 
     A sweep gets a page for each point, and one that lists the points. The page of a comparison has
     its table, picture, paired differences and tuning. `compare` writes this page itself.
@@ -73,9 +74,9 @@ def write_report(
             or the intervals of their scores. Each has a text or a number for every client.
 
     Raises:
-        ValueError: The folder holds no run, no sweep and no comparison. Or a column does not have
-            one value for each client, or has the name of one of the run's own, or the folder has
-            no scores by client.
+        ValueError: The folder holds no run, no sweep and no comparison, or a file in it is damaged.
+            Or a column does not have one value for each client, or has the name of one of the run's
+            own, or the folder has no scores by client.
         TypeError: A column has another type.
     """
     own_columns: dict[str, Any] = dict(columns or {})
@@ -377,7 +378,7 @@ def _canary_scores(path: pathlib.Path) -> dict[str, Callable[[], Any]]:
 
 
 def _newest_facts(folder: pathlib.Path) -> dict[str, Any]:
-    """Return plan and fingerprint, as one dict, of the newest intact checkpoint.
+    """Return plan and fingerprint, as one dict, of the newest checkpoint with a readable manifest.
 
     The checkpoint is the run's own or, for a point, that of its sweep. Without one the dict is
     empty.

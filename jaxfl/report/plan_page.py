@@ -50,7 +50,9 @@ def write_plan(plans: Sequence[Plan], path: str | os.PathLike) -> pathlib.Path:
         path: Path of the HTML file. An earlier page of a plan is replaced, and nothing else is.
 
     Raises:
-        ValueError: The path belongs to something else. It stays unchanged.
+        ValueError: The path belongs to something else, which stays unchanged. Or the plans are of
+            several deployments.
+        TypeError: The plans are no result of `jaxfl.privacy.plan`.
     """
     page = pathlib.Path(path)
     _check_free(page)

@@ -109,7 +109,7 @@ def save(figure: Figure, path: str | os.PathLike) -> None:
     At a path without a suffix, a png file has exactly this name.
 
     Raises:
-        ValueError: The path has another suffix.
+        ValueError: The path has another suffix, or matplotlib is not installed.
     """
     path = pathlib.Path(path)
     kind = path.suffix.removeprefix(".").lower() or "png"
@@ -314,9 +314,9 @@ def comparison(
     """Return a figure of a metric against epsilon, with a curve for each method.
 
     A curve has means over seeds, and bars of their 95% intervals. A method without noise is a
-    horizontal line with a band, which is dotted if the method sends nothing. At most eight curves
-    share a panel, and every panel has all lines. Labels follow the curves' order at their right
-    end.
+    horizontal line with a band. The line is dotted if the method sends nothing. A single seed has
+    no interval. At most eight curves share a panel, and every panel has all lines. Labels follow
+    the curves' order at their right end.
 
     Args:
         found: Mean and half the width of its interval by epsilon, for each method.
@@ -422,7 +422,8 @@ def against_costs(found: Mapping[str, Sequence[MetricsRow]], metric: str) -> Fig
 def _label_decades(axes: Axes) -> None:
     """Label 1, 2 and 5 of each decade of a logarithmic axis, in digits.
 
-    An axis of less than half a decade is linear, because few of these numbers would lie on it.
+    An axis whose ends differ by less than a factor of 5 is linear, because few of these numbers
+    would lie on it.
     """
     from matplotlib.ticker import LogLocator, NullLocator
 
@@ -540,7 +541,7 @@ def _limit_shares(axes: Axes, values: np.ndarray) -> None:
 def _draw_columns(
     axes: Axes, rows: Sequence[MetricsRow], names: Mapping[str, str], label: str
 ) -> None:
-    """Draw a panel with a curve for each column that is known.
+    """Draw a panel with a curve for each column that has a finite value.
 
     Args:
         axes: The panel.

@@ -31,9 +31,10 @@ class Membership(NamedTuple):
     """Success of a threshold on the loss that separates a client's training and test examples.
 
     Args:
-        auc: Area under the ROC curve, pooled over clients. Guessing gives 0.5.
-        tpr: Share of training examples that are identified at a false-positive rate of 1% on the
-            test examples.
+        auc: Area under the ROC curve, pooled over clients. Guessing gives 0.5. It is NaN if there
+            are no training examples or no test examples.
+        tpr: Share of training examples that are identified at a false-positive rate of at most 1%
+            on the test examples. It is NaN in the same cases.
         auc_by_client: Area under the ROC curve of each client [C]. It is NaN for a client without
             training examples or without test examples.
     """
@@ -68,6 +69,9 @@ def membership(
         clients: The clients of the run, with their training and test examples.
         of: Model that is attacked. "upload" suits methods that send updates of the parameters that
             they broadcast.
+
+    Returns:
+        Success over all clients and for each client (see `Membership`).
 
     Raises:
         ValueError: `of` is "upload", but the method sends weights, or no update of all parameters.

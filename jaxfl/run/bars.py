@@ -42,7 +42,7 @@ _ONE_LINE: dict[str, Any] = {"no_wrap": True, "overflow": "ellipsis"}
 class _Bar(Progress):
     """Bar with a line of figures below it, which fit a terminal of 80 columns.
 
-    The time left follows from the pace since the time `since`, when `base` of the work was done.
+    The time left follows from the pace of the work beyond `base`, which began at the time `since`.
 
     Args:
         name: Name at the left of the bar.
@@ -118,7 +118,7 @@ _SHARED: contextvars.ContextVar[Callable[[int, int], Update] | None] = contextva
 def progress_bar(name: str, rounds: int, show: bool, start: int = 0) -> Iterator[Update]:
     """Show the bar of a run, and yield the function that moves it.
 
-    A run within `shared_bar` moves the shared bar.
+    A run within a `SharedBar.part` moves the shared bar.
 
     Args:
         name: Name of the run.

@@ -33,7 +33,7 @@ Split: TypeAlias = tuple[Clients, Clients | None]
 """Clients who take part, and newcomers, if there are any."""
 
 _STATE_BYTES = 2**30
-"""Number of bytes of clients' states that one program holds at most."""
+"""Largest number of bytes of clients' states in one program of several points."""
 
 
 class PointToRun(NamedTuple):
@@ -115,7 +115,7 @@ class CandidateRuns:
         }
 
     def trained(self, clients: int, rounds: int, points: int) -> float:
-        """Return how many times a client is expected to train, over all rounds of some points.
+        """Return the expected number of clients that train, summed over rounds and points.
 
         Args:
             clients: Number of clients.
@@ -125,7 +125,7 @@ class CandidateRuns:
         return float(self.algorithm.mechanism.sampling.expected(clients) * rounds * points)
 
     def work(self, held_out: int, parted: Iterable[Split], epsilons: int) -> float:
-        """Return how many times a client trains in the tuning and the final runs (see `trained`).
+        """Return how many clients the tuning and the final runs train (see `trained`).
 
         Args:
             held_out: Number of the tuning's clients.
@@ -145,7 +145,7 @@ class CandidateRuns:
         rounds: int,
         points: int,
     ) -> float:
-        """Return how many times a client trains in the final runs of a seed (see `trained`).
+        """Return how many clients the final runs of a seed train (see `trained`).
 
         Newcomers count if clients send nothing, because they then train alone.
         """
@@ -248,7 +248,7 @@ class CandidateRuns:
         return scored
 
     def states(self, clients: int, index: int = 0) -> list[jax.ShapeDtypeStruct]:
-        """Return the shapes of a point's client states, as a list without entries if none stay.
+        """Return the shapes of a point's client states, as a list, empty if clients keep none.
 
         Args:
             clients: Number of clients.
@@ -282,7 +282,7 @@ class CandidateRuns:
         every: int = 0,
         newcomers: Clients | None = None,
     ) -> list[tuple[Result | None, str]]:
-        """Run each point in as few programs as possible.
+        """Run the points, as many of them in one program as arguments and memory allow.
 
         Args:
             bar: Progress bar of the comparison.
@@ -297,7 +297,7 @@ class CandidateRuns:
         Returns:
             A result and a folder for each point. The result has no model and no client states. It
             is None if the point does not fit in memory. The path of the folder is relative to the
-            folder of the comparison.
+            folder of the comparison, and empty without one.
         """
         results: list[tuple[Result | None, str]] = [(None, "")] * len(points)
         for text, group in self.groups(points).items():
@@ -439,7 +439,9 @@ def prepared_runs(
     root: pathlib.Path | None,
     options: dict[str, Any],
 ) -> CandidateRuns:
-    """Build every point of a method, and check it for all clients. Nothing is compiled.
+    """Return the runs of a method, whose points are built, and checked for all clients.
+
+    Nothing is compiled.
 
     Raises:
         ValueError: A point cannot be built or run. The message names the method and the point.
@@ -514,7 +516,10 @@ def _traced(algorithm: Algorithm, clients: Clients, rounds: int) -> jax.Array:
 
 
 def _signature(clients: Clients) -> tuple:
-    """Return what decides whether a model fits: number of clients, shapes, dtypes, end labels."""
+    """Return what decides whether a model fits.
+
+    This is the number of clients, shapes, dtypes, and the least and the largest label.
+    """
     inputs = clients.inputs
     labels = np.asarray(clients.labels)
     ends = (labels.min().item(), labels.max().item()) if labels.size else ()

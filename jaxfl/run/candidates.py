@@ -34,7 +34,7 @@ class Candidate(NamedTuple):
     Args:
         build: Function from keyword arguments to an algorithm, as in `jaxfl.sweep`. If it takes
             `noise_multiplier`, the method is run at every epsilon. Otherwise, or if a partial has
-            fixed this argument, the method is run once.
+            fixed this argument, the method is run at the target infinity alone.
         points: Columns of values to try, by argument of `build` (see `grid` and `spread`). Values
             are numbers, or anything else that `build` takes, such as models. One program runs all
             points whose values decide neither a shape nor a Python branch. Values that do, such as
@@ -79,7 +79,8 @@ def grid(**axes: Any) -> dict[str, list[Any]]:
         axes: Values of each argument.
 
     Raises:
-        ValueError: An argument has no values, or has NaN or complex numbers.
+        ValueError: An argument has no values, has NaN or complex numbers, or is an array that is no
+            vector.
         TypeError: The values of an argument are not a list.
 
     >>> grid(rate=[0.1, 0.3], batch_size=[4, 8])
@@ -225,7 +226,8 @@ def is_json_value(value: Any) -> bool:
 def texts_of(column: Sequence[Any]) -> list[str]:
     """Return a text for each value, for folders and reports.
 
-    Equal values have the same text, and different values have different texts.
+    JSON values have the same text if they are equal and of one type. Other values have the same
+    text only if they are the same object.
 
     >>> texts_of([4, 8, 4, "a/b", "a:b"])
     ['4', '8', '4', 'a-b', 'a-b 2']

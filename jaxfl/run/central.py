@@ -84,10 +84,12 @@ class Central:
         method: One algorithm, or the points of a sweep.
         first: The algorithm, or that of the first point.
         data: The dataset whose test examples are scored.
-        devices: The run's devices. None stands for all devices.
+        devices: The run's devices, of which the first of this process is used. None stands for all
+            devices.
 
     Raises:
-        ValueError: The method has no global model, or its network does not fit the examples.
+        ValueError: The method has no global model, its network does not fit the examples, or the
+            dataset has no test examples.
     """
 
     def __init__(

@@ -197,12 +197,13 @@ def _check_numbers(name: str, column: Any) -> list[float]:
 def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> Tree:
     """Require an algorithm whose functions fit the engine, and return the shapes of an update.
 
-    Each function is traced once for its shapes, with these clients and rounds.
+    Each function is traced once for its shapes, with these clients.
 
     Raises:
         TypeError: A field of the algorithm has the wrong type.
         ValueError: A function fails, or returns another value or other shapes than the engine
-            expects. The message names the function.
+            expects. The message names the function. Or the mechanism or the private steps do not
+            fit the clients or the rounds.
     """
     _check_fields(algorithm)
     algorithm.mechanism.check_fits(clients.num_clients, rounds)

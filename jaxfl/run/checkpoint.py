@@ -49,6 +49,9 @@ class Checkpoints:
         fingerprint: Facts that must agree for a state to belong to this run (see
             `jaxfl.run.fingerprint`).
         plan: Plan of this run, which may have more rounds than the plan of a state.
+
+    Raises:
+        ValueError: The path of the folder has brackets or a backslash.
     """
 
     def __init__(self, folder: pathlib.Path, fingerprint: Facts, plan: EvaluationSchedule) -> None:
@@ -266,7 +269,7 @@ def _lengths(plan: EvaluationSchedule) -> Facts:
 def _unfinished(attempt: int) -> str:
     """Return the folder's name of an unfinished state.
 
-    The number of the attempt exceeds 1 if files of other programs have the names before it.
+    The number of the attempt exceeds 1 if files of other programs have the earlier attempts' names.
     """
     return _UNFINISHED if attempt == 1 else f"{_UNFINISHED}-{attempt}"
 
@@ -316,7 +319,7 @@ def _manifest(folder: pathlib.Path, layout: int | None) -> Facts:
         layout: Format that the facts must have (see `fingerprint.FORMAT`).
 
     Raises:
-        ValueError: An older version of jaxfl wrote the manifest.
+        ValueError: A version of jaxfl with another format wrote the manifest.
         DamagedError: The manifest is missing or damaged.
     """
     path = folder / _MANIFEST

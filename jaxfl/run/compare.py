@@ -40,7 +40,10 @@ _NO_MEMORY = "out of memory"
 _NO_SCORE = "no score"
 
 _TUNING_EVALUATIONS = 20
-"""Largest number of rounds after which the tuning scores a method that sends nothing."""
+"""Largest number of rounds after which the tuning scores a method that sends nothing.
+
+An `eval_every` among the options takes its place.
+"""
 
 
 def _check_epsilons(name: str, value: Any) -> tuple[float, ...]:
@@ -103,20 +106,21 @@ def compare(
 
     All methods follow the same protocol:
 
-    1. Each point is trained once, with the tuning seed. Its score is the headline metric on
-       validation examples. They are held out of each client's training split, or belong to other
-       clients (see `validation`).
-    2. The best point is run with every seed, on all training examples, and the test examples are
-       read once.
+    1. Each point is trained once at each epsilon, with the tuning seed. Its score is the headline
+       metric on validation examples. These examples are held out of each client's training split,
+       or belong to other clients (see `validation`). A method with a single point is not tuned,
+       unless it sends nothing.
+    2. The best point is run with every seed, on all training examples. The test examples are scored
+       after its last round.
 
     Epsilon does not cover the tuning. The noise is the least that reaches the epsilon, by
-    `jaxfl.privacy.calibrate`. A method that sends nothing is scored in at most twenty of its
-    rounds, and stops at the best one.
+    `jaxfl.privacy.calibrate`. Tuning scores a method that sends nothing in at most twenty of its
+    rounds, unless `eval_every` is given, and the final runs stop at the best of these rounds.
 
     Tuning runs all points and epsilons of a method in one program, and so do the final runs of each
     seed. Values that decide a shape or a Python branch have a program each. If the clients' states
     do not fit in memory, fewer points share a program. A single point that does not fit is left
-    out, and the table says so.
+    out, and the table says so. With several processes, an error ends the comparison instead.
 
     Every point of every method is built and checked before the first round of any method. A point
     is never chosen if it has no score, or if all of its updates were dropped because they were not
@@ -146,9 +150,10 @@ def compare(
             nothing, the left-out clients train alone for the chosen rounds. If all seeds have the
             same clients, tuning and other seeds may train clients whom one seed leaves out.
         folder: Folder of the comparison. Every run has a folder in it, from which it is resumed. A
-            later call may have other seeds, epsilons and methods, and reuses the runs that stay.
-            `comparison.json` has the result, and `report.html` shows it (see `write_report`).
-            Clients' states do not stay there. None writes nothing.
+            later call may have other seeds and further methods, and reuses the runs that stay. A
+            method with noise needs another folder for other epsilons. `comparison.json` has the
+            result, and `report.html` shows it (see `write_report`). Clients' states do not stay
+            there. None writes nothing.
         options: Options of the runs (see `RunOptions`). `progress` shows one bar for all runs.
 
     Raises:
@@ -404,7 +409,7 @@ def _best_point(
     rounds: Sequence[int],
     public: bool,
 ) -> _Choice:
-    """Return the point with the best score at an epsilon.
+    """Return the choice of the point with the best score at an epsilon.
 
     Args:
         runs: Runs of the method.

@@ -52,7 +52,7 @@ class Traffic(NamedTuple):
 @under_own_flags
 @checked(clients=check_clients)
 def traffic(algorithm: Algorithm, clients: Clients) -> Traffic:
-    """Return the bytes of one client of a method, by the shapes of what it sends and reads.
+    """Return the bytes that one client sends and receives, which follow from arrays' shapes.
 
     - A participant sends what enters the sum: each coordinate in 32 bits, or in the `bits` of
       `Skellam`. What the mechanism adds, such as the bit of `AdaptiveClip`, counts too. An update
@@ -67,6 +67,13 @@ def traffic(algorithm: Algorithm, clients: Clients) -> Traffic:
     Frozen weights of a model, the numbers of a mechanism (such as a clip bound), the messages of
     secure aggregation, compression and headers of packets do not count. Methods that send nothing
     have no bytes.
+
+    Args:
+        algorithm: The method.
+        clients: Clients for which the method's functions are traced.
+
+    Returns:
+        The bytes of a participant in a round, and of a client that uses the result.
 
     >>> from jaxfl.algorithms import fedavg
     >>> from jaxfl.data import iid, load, make_clients
@@ -155,7 +162,7 @@ def _bits_read(program: core.Jaxpr, count: int) -> int:
 
 
 def _bits_of(program: core.Jaxpr, array: core.Var) -> int:
-    """Return the bits of an input of a program, or of its slices if it reads nothing else of it."""
+    """Return the bits of a program's input, or of the slices if the program reads only these."""
     whole = _bits(array.aval)
     if any(array is out for out in program.outvars):
         return whole
@@ -185,7 +192,7 @@ def _check_speed(name: str, value: Any) -> Float[np.ndarray, "#C"]:
 @checked(speed=_check_speed, upload=_check_speed, download=_check_speed, passes=at_least_0)
 @dataclasses.dataclass(frozen=True, eq=False)
 class Clock:
-    """Speeds of the clients of a deployment. Each is one number, or one for each client `[C]`.
+    """Speeds of a deployment's clients. Each speed is one number, or one for each client `[C]`.
 
     Args:
         speed: Training examples that a client processes in a second.
@@ -273,8 +280,8 @@ def deployment_cost(
         of a hidden cohort keeps secret. Do not publish them for real clients.
 
     Raises:
-        ValueError: The result is not from a run, the clock does not fit the clients, or both a
-            clock and a period are given.
+        ValueError: The result is not from a run or has no evaluations, the clock does not fit the
+            clients, or both a clock and a period are given.
     """
     if clock is not None and period is not None:
         raise ValueError(
@@ -327,7 +334,7 @@ def plot_costs(
     *,
     metric: str = "accuracy",
 ) -> None:
-    """Draw a metric against megabytes, and against hours if the rows have them.
+    """Write a picture of a metric against megabytes, and against hours if the rows have them.
 
     Each method has a curve.
 
@@ -337,8 +344,8 @@ def plot_costs(
         metric: Name of a column of the rows.
 
     Raises:
-        ValueError: The rows lack the metric or a value of it, only some methods have hours, or
-            matplotlib is not installed.
+        ValueError: The rows lack the metric or a value of it, only some methods have hours, the
+            path has another suffix, or matplotlib is not installed.
         TypeError: The rows are not from `deployment_cost`.
     """
     if lacking := [name for name, rows in costs.items() if any(metric not in row for row in rows)]:

@@ -87,8 +87,8 @@ def evaluate(
     keep a model between rounds, such as `ditto`, serve newcomers badly: their first model is
     untrained.
 
-    The run's own clients have the scores of its last evaluation. A central test set is scored by
-    the global model, and a trained model scores everything by its own weights.
+    The run's own clients have the scores of its last evaluation, up to rounding. A central test set
+    is scored by the global model, and a trained model scores everything by its own weights.
 
     Args:
         algorithm: The method that was run. None is enough with a trained model.
@@ -102,7 +102,7 @@ def evaluate(
         rounds: Number of rounds of the run, for learning rates that follow the rounds. None takes
             the result's number, or 1.
         chunk: Number of clients vectorised at a time on each device. None stands for 1 on a CPU,
-            and for 32 elsewhere.
+            512 on a GPU and 32 on a TPU.
         devices: Devices that compute the scores. None stands for all devices.
 
     Returns:
@@ -111,8 +111,8 @@ def evaluate(
 
     Raises:
         ValueError: A state does not have the shapes that the method makes for these clients, or
-            the model does not fit them. A central test set needs a global model, and the method has
-            none.
+            the model does not fit them. Or the key or the algorithm is None where it is needed. Or
+            a central test set needs a global model, and the method has none.
         TypeError: An argument has the wrong type.
 
     >>> from jaxfl import simulate

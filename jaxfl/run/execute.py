@@ -94,7 +94,7 @@ def _finish(loop: Loop, callbacks: Sequence[Callback], shown: bool) -> list[Resu
 
 
 def _prepare(plan: RunPlan, lock: Lock, folders: Sequence[pathlib.Path | None]) -> None:
-    """Make the run's folder, or empty it if the run starts over."""
+    """Make and check the run's folder, and empty it if the run starts over."""
     if lock.folder is None:
         return
     lock.folder.mkdir(parents=True, exist_ok=True)
@@ -205,7 +205,7 @@ def _resume(loop: Loop, checkpoints: Checkpoints, lock: Lock) -> None:
 
 
 def _resume_note(done: int, newest: str) -> str:
-    """Return the note that an error gets which ends a run with a folder.
+    """Return the note for an error that ends a run with a folder.
 
     Args:
         done: Number of finished rounds.

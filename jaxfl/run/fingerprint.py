@@ -1,7 +1,7 @@
 """Fingerprint of a run: facts about its programs, constants, clients' arrays, numbers and versions.
 
-A run's folder holds the run's fingerprint. Names, addresses, the order of work in a process, and
-settings that change only speed and memory are not part of it.
+A run's folder holds the run's fingerprint. Names of compiled functions, addresses, the order of
+work in a process, and settings that change only speed and memory are not part of it.
 """
 
 import dataclasses
@@ -196,7 +196,7 @@ def differences(stored: Facts, current: Facts) -> list[str]:
 def how_to_resume(stored: Facts, current: Facts) -> str:
     """Return a sentence on how to resume the stored run, or "" if it cannot be resumed.
 
-    A run can be resumed if only its length differs, or only versions and devices.
+    A run can be resumed if only its length differs, or only versions and the number of devices.
     """
     names = set(_differing(stored, current))
     if "rounds" in names and names <= {"rounds", "evaluations"}:

@@ -24,9 +24,10 @@ def configure() -> None:
     - Compiled programs are cached in a folder, so that another process does not compile them again.
       `JAXFL_COMPILATION_CACHE=0` turns this cache off, and `JAXFL_CACHE_DIR` names its parent.
 
-    Call the function before JAX starts, which its first array, key or list of devices does. Options
-    that are set already, by JAX's configuration or by environment variables, stay. The command
-    `jaxfl` calls it. Results do not depend on it, up to rounding.
+    Call the function before JAX starts, which happens with the first array, key or list of devices.
+    Later it cannot split CPUs, and logs a warning. Options that are set already, by JAX's
+    configuration or by environment variables, stay. The command `jaxfl` calls this function.
+    Results do not depend on it, up to rounding.
     """
     os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""))
     compilation_cache.enable()
@@ -56,7 +57,7 @@ def _advise() -> None:
 def under_own_flags(run: Callable) -> Callable:
     """Wrap a function so that it runs under the flags of JAX that programs need.
 
-    A run's results then do not depend on the caller's flags.
+    A run's results then do not depend on the caller's values of these flags.
 
     Numbers have 32 bits and are promoted in the standard way, and a seed gives the bits that JAX
     draws by default. A run is one compiled program, which moves its own arrays. Neither

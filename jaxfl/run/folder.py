@@ -28,19 +28,19 @@ from jaxfl.report.layout import (
 
 
 def run_folder(root: str | os.PathLike, method: str, config: Any, seed: int) -> pathlib.Path:
-    """Create `<root>/<method>/<hash>/seed=<n>/` with `config.json`, and return its path.
+    """Create `<root>/<method>/<hash>/seed=<n>/` with `config.json`, and return the folder's path.
 
     The hash has ten hexadecimal digits, and is that of method and configuration without the seed.
 
     Args:
         root: Folder of all runs.
         method: Name of the algorithm, which must be the name of a folder.
-        config: A frozen dataclass or a mapping. Its values are JSON values, paths, arrays, or
+        config: A dataclass or a mapping. Its values are JSON values, paths, arrays, or
             dataclasses of these.
         seed: Seed of this run.
 
     Raises:
-        ValueError: The method's name leads to another folder, the seed is not a whole number, or a
+        ValueError: The method's name is not the name of a folder, the seed is not an integer, or a
             value has another type.
     """
     named = isinstance(method, str) and method not in ("", ".", "..")
@@ -99,7 +99,9 @@ def check_names(folder: pathlib.Path, runs: Sequence[pathlib.Path]) -> None:
 
 
 def clear(folder: pathlib.Path, points: bool) -> None:
-    """Remove client states, secret bits and reports, but no files with other names.
+    """Remove client states, secret bits, reports and their temporary files, but no other files.
+
+    Folders of client states and of points are removed if they are empty then.
 
     Args:
         folder: Folder of the run or the sweep.
@@ -120,7 +122,7 @@ def clear(folder: pathlib.Path, points: bool) -> None:
 
 
 def _as_json(value: Any) -> Any:
-    """Return a JSON value for a value of another type. Different values stay different.
+    """Return a JSON value for a value of another type.
 
     An array of more than 1000 entries becomes a hash. Unknown types raise a ValueError.
     """

@@ -29,7 +29,7 @@ class Health(Follower):
         self._weights: list = []
 
     def begin(self, loop: Loop) -> None:
-        """Keep the weights before the first round, unless the run resumes or has more processes."""
+        """Keep the weights before the first round of a run that is new and has one process."""
         if loop.done == 0 and jax.process_count() == 1:
             # The first call of the rounds donates the weights, so this line reads them before.
             self._weights = loop.models()
@@ -78,7 +78,7 @@ class Callbacks(Follower):
         self._ask(loop)
 
     def _ask(self, loop: Loop) -> None:
-        """Call all callbacks. Save the run if one raises."""
+        """Call all callbacks. If one raises, save the run, unless there are several processes."""
         try:
             loop.over = ask(self.callbacks, loop.journals[0].metrics)
         except (Exception, SystemExit):
@@ -111,7 +111,7 @@ class Bar(Follower):
         self._rate = trained / seconds
 
     def after_segment(self, loop: Loop) -> None:
-        """Move the bar, and show headline metric and epsilon of the last evaluation."""
+        """Move the bar, and show the last headline metric and epsilon, the pace and the chunk."""
         figures = []
         rows = [journal.metrics[-1] for journal in loop.journals if journal.metrics]
         if rows:

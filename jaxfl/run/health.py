@@ -34,7 +34,7 @@ _FEW = 50
 """Number of weights below which a step's direction says nothing, because it may be chance."""
 
 _NEAR = 0.5, 2.0
-"""Range of an update's norm, divided by that of the weights, in which it may consist of weights."""
+"""Range of an update's norm, over the norm of the weights, in which the update may be weights."""
 
 _ALONG = 0.7
 """Cosine between a server's step and its weights above which clients may have sent weights."""
@@ -69,7 +69,7 @@ class Watch:
         self.warned: set[str] = set()
 
     def dropped(self, records: Sequence[Records], start: int, done: int) -> None:
-        """Warn if more than a tenth of the updates after round `start` were dropped."""
+        """Warn if more than a tenth of the updates of rounds start + 1 to `done` were dropped."""
         since = [jax.tree.map(lambda leaf: leaf[start:done], record) for record in records]
         dropped, participations = _count(since)
         if dropped > _SHARE * participations:
@@ -90,7 +90,7 @@ class Watch:
         self.dropped([records], start, done)
 
     def scores(self, scores: Sequence[PerClient], done: int) -> None:
-        """Warn if models have no finite scores after round `done`."""
+        """Warn if models have no finite scores after round `done`, or if no client has tests."""
         tested = np.asarray(self.clients.test_size) > 0
         if not tested.any() and not self.central:
             self._warn(

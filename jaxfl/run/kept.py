@@ -14,14 +14,14 @@ from jaxfl.types import Tree
 
 
 def check_kept(stateful: bool, states: str) -> None:
-    """Require a run whose best states fit in the memory of one process.
+    """Require a run whose best states can be kept in the memory of one process.
 
     Args:
         stateful: Whether clients keep a state between rounds.
         states: Place of the client states (see `simulate`).
 
     Raises:
-        ValueError: Client states lie on the host, or several processes share the run.
+        ValueError: Clients keep states that lie on the host, or several processes share the run.
     """
     if stateful and states == "host":
         raise ValueError(
@@ -40,7 +40,7 @@ class Best(NamedTuple):
     """States after the best evaluation so far, as a checkpoint holds them."""
 
     score: Float[np.ndarray, "1"]
-    """Score of the evaluation, negative for a metric that is better if lower."""
+    """Score of the evaluation, with the opposite sign for a metric that is better if lower."""
     round: Int[np.ndarray, "1"]
     """Number of rounds before the evaluation, or 0 before the first known score."""
     server: Tree
@@ -50,8 +50,9 @@ class Best(NamedTuple):
 class BestModels:
     """The best states so far of all runs that advance together.
 
-    The score is the headline metric's mean over clients. If no client is tested, it is the headline
-    metric of a central test set. The first of equal scores counts.
+    The score is the headline metric's mean over clients. If this mean is NaN, for instance because
+    no client is tested, the score is the headline metric of a central test set. The first of equal
+    scores counts.
 
     Args:
         task: Task of the method.

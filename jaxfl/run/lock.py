@@ -32,7 +32,7 @@ class Lock:
     The first of several processes of one run holds the lock for all of them. The lock file (`LOCK`)
     stays in the folder, so that its name is safe to reuse. While a run holds the exclusive lock,
     the file names its process. A shared lock writes nothing, so nothing is locked if there is no
-    file to open. On a file system without locks nothing is locked either.
+    file to open. On Windows, and on a file system without locks, nothing is locked either.
 
     Args:
         folder: Folder of the run. None locks nothing.
@@ -50,13 +50,13 @@ class Lock:
             shared: Whether other readers may lock the folder too. Otherwise the lock is exclusive.
 
         Raises:
-            ValueError: The folder is in use. An exclusive lock also needs a folder that can be
-                written, and a name that no link and no file of another program has.
+            ValueError: The folder is in use. Or the lock is exclusive, and the folder cannot be
+                written, or its lock file is a link, has hard links or is another program's.
         """
         processes.by_first(lambda: self._take(shared))
 
     def close(self) -> None:
-        """Release the folder's lock, if this object holds it. Empty an exclusive lock first."""
+        """Release the lock, if this object holds it, and empty the file of an exclusive lock."""
         if self._file is None:
             return
         # The lock is still held here, so that the file cannot have the next owner's name yet.

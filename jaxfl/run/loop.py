@@ -25,7 +25,10 @@ from jaxfl.run.recorder import EvaluationSchedule, Journal, Recorded
 from jaxfl.types import Tree
 
 _SEGMENT_SECONDS = 10.0
-"""Seconds that the rounds of one call may take, because progress and signals wait for them."""
+"""Seconds that the rounds of one call should take, because progress and signals wait for them.
+
+A call has at least one round, which may take longer.
+"""
 
 SEGMENT_ROUNDS = 16
 """Maximum number of rounds of one call.

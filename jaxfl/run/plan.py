@@ -100,7 +100,7 @@ class RunPlan:
         return [jax.tree.map(lambda leaf, p=p: leaf[p], tree) for p in range(count)]
 
     def schedule(self, engine: Engine) -> EvaluationSchedule:
-        """Return the rounds and evaluations, and whether client states stay after the last one."""
+        """Return rounds and evaluations, and whether client states stay after the last round."""
         settings = self.settings
         keeps = settings.keep_states or not engine.stateful
         return EvaluationSchedule(settings.rounds, settings.evaluations, keeps)
@@ -159,8 +159,8 @@ def make_plan(
         settings: Settings of the run.
 
     Raises:
-        ValueError: A method does not fit the clients (see `check_algorithm`), or its mechanism
-            supports neither the audit nor the dropouts of the settings.
+        ValueError: A method does not fit the clients (see `check_algorithm`), or its mechanism does
+            not support the audit or the dropouts of the settings.
     """
     drops = functools.partial(_with_dropouts, settings=settings)
     algorithms, points = _changed(drops, algorithms, points)

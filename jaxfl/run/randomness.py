@@ -51,7 +51,7 @@ class Streams(NamedTuple):
     secret: bool
     """Whether cohorts and noise come from fresh bits of the system."""
     paired: bool = False
-    """Whether points of one key share cohorts and noise. With secret bits all points share them."""
+    """Whether points of one key, or with secret bits all points, share cohorts and noise."""
     numbers: tuple[int, ...] | None = None
     """Number of each point among the points of its key, from 0. None numbers them in order."""
 
@@ -92,7 +92,7 @@ class Streams(NamedTuple):
         return {"randomness": source, "paired": self.paired and shared}
 
     def facts(self, keys: Keys) -> fingerprint.Facts:
-        """Return facts that distinguish runs of one key. Hashes stand for keys of noise."""
+        """Return facts that distinguish runs of one key. Hashes stand for keys."""
         secret = fingerprint.of_key(keys.noise)["key"] if self.secret else None
         facts: fingerprint.Facts = {"noise_key": secret, "paired_noise": self.paired}
         if keys.clients.ndim and not self.secret and not self.paired:
@@ -155,8 +155,8 @@ class SecretBits:
             the file.
 
     Raises:
-        ValueError: Others than the owner can read the file, the file has another size, or it holds
-            only zeros.
+        ValueError: The file cannot be read, belongs to another user, can be read by others, has
+            another size, or has only zeros for a run.
     """
 
     def __init__(self, count: int, path: pathlib.Path | None) -> None:
@@ -172,7 +172,8 @@ class SecretBits:
         """Keep the bits for a run that starts from the beginning.
 
         Raises:
-            ValueError: The file's bits were drawn for another run, or in another folder.
+            ValueError: The file's bits were drawn for another run, or in another folder. Or the
+                file system lets others than the owner read the new file.
             OSError: The file cannot be written.
         """
         if self._path is not None:
@@ -182,7 +183,8 @@ class SecretBits:
         """Return the content of the file, or None if there is no file.
 
         Raises:
-            ValueError: Others can read the file, it has another size, or it holds only zeros.
+            ValueError: The file cannot be read, belongs to another user, can be read by others, has
+                another size, or has only zeros for a run.
         """
         path = self._path
         if path is None or files.kind(path) is None:

@@ -45,9 +45,9 @@ class Result(NamedTuple):
     `bytes_up` and `bytes_down` are the bytes that one participant sends and receives in one round
     (see `jaxfl.traffic`). `scores` has each client's scores [C] by name at the last evaluation, and
     `history` has [E, C] at all E evaluations. `states` [C, ...] are the clients' last states, on
-    the host. With several processes they stay on the devices, and include padding rows. `ledger`
-    is what the accountant reads, and `statement` is the privacy statement, which is empty before
-    the first round.
+    the host, or () if the run did not keep them. With several processes they stay on the devices,
+    and include padding rows. `ledger` is what the accountant reads, and `statement` is the privacy
+    statement, which is empty before the first round.
     """
 
     server: Tree
@@ -81,21 +81,22 @@ class Result(NamedTuple):
 
         .. math:: \mathrm{personalize}(\theta, c_i, D_i)
 
-        Its scores are those of `scores`, up to rounding. With `keep="best"` both are models of the
-        best evaluation instead of the last one.
+        Its scores are those of `scores`, up to rounding. With `keep="best"`, both models are those
+        of the best evaluation instead of the last one, and so are their scores.
 
         Args:
             client: Number of a client, from 0. None returns the global model.
 
         Guarantee: The statement covers the global model, which follows from what its observer of
-            noisy sums and broadcasts sees. No epsilon covers a client's own model, which was fitted
-            to the client's examples without noise. Private local steps have an epsilon for what
-            clients send. `about["privacy"]` says so.
+            noisy sums and broadcasts sees. No epsilon covers all that a client's own model depends
+            on. Without private local steps it was fitted to the client's examples without noise,
+            and with them the epsilon is for what clients send. `about["privacy"]` says so.
 
         Raises:
             ValueError: No client has this number, or the method has no global model, such as
-                `ifca` with its clusters, `fedrep` with its heads, and `local_only`. Or the result
-                is not from `simulate` or `sweep`.
+                `ifca` with its clusters, `fedrep` with its heads, and `local_only`. Or several
+                processes share the run and `client` is given. Or the result is not from `simulate`
+                or `sweep`.
 
         >>> from jaxfl import simulate
         >>> from jaxfl.algorithms import dp_fedavg_fb
@@ -145,12 +146,10 @@ class Result(NamedTuple):
                 models of all clients into one file. None writes the global model.
 
         Guarantee: As in `model`. The file of a global model has the privacy statement, without
-            epsilons of single clients. The file of a client's own model says that no epsilon covers
-            it.
+            epsilons of single clients. The file of a client's own model says who may have it.
 
         Raises:
-            ValueError: The path belongs to something else, no client has this number, or the
-                method has no global model.
+            ValueError: The path belongs to something else, or `model` raises the error.
         """
         path = pathlib.Path(check_path("path", path))
         if client == "all":
@@ -421,9 +420,9 @@ class Journal:
         return columns
 
     def ahead(self, done: int) -> dict[str, float]:
-        """Return the columns of `epsilons` as they will be at the next evaluation.
+        """Return a forecast of the columns of `epsilons` at the first evaluation after `done`.
 
-        The forecast assumes that every client takes part in every round in which it can.
+        It assumes that every client takes part in every round in which it can.
         """
         last = next((r for r in self.evaluations if r > done), done)
         past = self._accounted(done)

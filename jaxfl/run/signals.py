@@ -23,10 +23,11 @@ _ONE_EVENT_SECONDS = 1.0
 def deferred() -> Iterator[Callable[[], int]]:
     """Record the first signal, and yield a function that returns its number.
 
-    The function returns 0 before the first signal. Each further signal raises a KeyboardInterrupt,
-    except another kind of signal within a second. Handlers are restored at the end. If the block
-    ends without an error, a recorded signal is sent again. Python handles signals in its main
-    thread, so nothing is recorded in other threads.
+    Signals are SIGINT and SIGTERM. The function returns 0 before the first one. A second one
+    restores the earlier handlers and raises a KeyboardInterrupt. It has no effect if it is of the
+    other kind and follows the first one within a second. Handlers are also restored at the end of
+    the block. If the block ends without an error, a recorded signal is sent again. Python handles
+    signals in its main thread, so nothing is recorded in other threads.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: 0

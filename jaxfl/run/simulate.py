@@ -64,14 +64,16 @@ class RunOptions(TypedDict, total=False):
             the rounds, rounded down, and at least 1. The last round is always evaluated.
         chunk: Number of clients vectorised at a time on each device. None stands for 1 on a CPU,
             512 on a GPU and "auto" on a TPU. "auto" measures a few sizes once, on a round of this
-            run (see `jaxfl.engine.chunk.fastest`). If the chunk does not fit in memory, it is
-            halved with a warning. The chunk changes speed and memory, and results only by rounding.
+            run (see `jaxfl.engine.chunk.fastest`). If the chunk does not fit in memory, a single
+            process halves it with a warning. The chunk changes speed and memory, and results only
+            by rounding.
         devices: Devices of the run. None stands for all devices.
         secret_noise: Whether noise, cohorts and private local steps come from 128 fresh bits of the
             system, and not from `key`. The seed of a key may be small enough to guess. The bits lie
             only in the folder's `noise.key`, which only its owner can read. A resumed run needs
             this file. A file that others can read, or that was made for another run, is an error.
-            A run with fresh bits cannot be repeated. A sweep draws bits for each point.
+            A run with fresh bits cannot be repeated. A sweep draws bits for each point, or with
+            `paired_noise` for all points together.
         report: "full" by default. "public" leaves out columns that follow from private data without
             noise, except test scores. In `metrics` these are `train_loss`, `update_norm`,
             `clipped`, `participants`, `nonfinite` and the method's own infos. In per_client.npz
@@ -80,7 +82,7 @@ class RunOptions(TypedDict, total=False):
             show who was drawn how often. In the plan every client takes part in every round in
             which it can. Warnings name and count no clients. Test scores, checkpoints and the
             returned arrays remain.
-        resume: "auto" resumes from the folder. "never" starts over and replaces its contents.
+        resume: "auto" resumes from the folder. "never" starts over and replaces the run in it.
         progress: Whether to show a bar with round, headline metric and epsilon so far.
         audit: Canaries that take part with the clients. An attacker's success on them bounds
             epsilon from below, in the statement and in audit.npz (see `jaxfl.privacy.audit`, which
@@ -144,7 +146,8 @@ def simulate(
         callbacks: Functions that get a copy of all rows of metrics, the newest last. They are
             called at each evaluation, and before a resumed run continues. If one returns True, the
             run ends there (see `jaxfl.callbacks`). Each of several processes calls them. If one
-            raises, the others are still called, the run is saved, and then the exception is raised.
+            raises, the others are still called, a run of one process is saved, and then the
+            exception is raised.
         central: Dataset, or its four arrays, on whose test examples the server scores the global
             model at each evaluation. The scores are `central_loss`, `central_accuracy` and so on in
             the rows. The method needs a global model (see `Result.model`). Such a score follows
@@ -169,7 +172,8 @@ def simulate(
         FloatingPointError: The server's state turned non-finite, or no update counts any more. The
             message names the round and a remedy.
         KeyboardInterrupt: The run got Ctrl-C or SIGTERM. It ends after the running segment of
-            rounds is saved, or at once on the next signal. The message names the round.
+            rounds, which is saved if there is a folder, or at once on the next signal. The message
+            names the round.
 
     >>> from jaxfl.algorithms import fedavg
     >>> from jaxfl.data import iid, load, make_clients, matching
@@ -220,10 +224,11 @@ def sweep(
     """Run one method with several values of its numbers, or several seeds, in one compiled program.
 
     The program is compiled once. Up to rounding, the first point of a key has the results of
-    `simulate`. The same is true for points with keys of their own, and for all points under
-    `paired_noise`. All points advance together, so that a stopped sweep resumes where it was. With
-    a folder, each point writes its reports into a folder inside it. A sweep of more than 20 points
-    draws no curves.png, but `jaxfl report` draws them.
+    `simulate`, unless noise is secret. The same is true for points with keys of their own, and
+    for all points under `paired_noise`. All points advance together, so that a stopped sweep
+    resumes where it was. With a folder, each point writes its reports into a folder inside it. A
+    sweep of more than 20 points writes no curves.png, but `jaxfl report` draws the curves. A point
+    whose server's state turns non-finite continues, and its scores show the problem.
 
     Args:
         key: Key, or a seed, of all points, or one key per point `[P]`. Points of one key share all
@@ -258,7 +263,8 @@ def sweep(
     Raises:
         ValueError: An argument does not fit (see `simulate`), or a value cannot be an argument of a
             compiled program.
-        FloatingPointError: As in `simulate`, for any point.
+        TypeError: An argument has another type.
+        KeyboardInterrupt: As in `simulate`.
 
     >>> from functools import partial
     >>> from jaxfl.algorithms import fedprox

@@ -88,7 +88,8 @@ def shared_params(algorithm: Algorithm, server: Tree, needed: str) -> Params:
         needed: Beginning of the error message, up to "for", such as "central must be None for".
 
     Raises:
-        ValueError: The server's state has no such part, because the method has no global model.
+        ValueError: The server's state has no such part, or several, because the method has no
+            global model.
     """
     fits = functools.partial(_is_complete, algorithm.model)
     parts = jax.tree.leaves_with_path(server, is_leaf=fits)
@@ -241,7 +242,7 @@ def _evaluation_key(key: Key[Array, ""], rounds: int) -> Key[Array, ""]:
 def on_one_device(
     method: Algorithm | Points, clients: Clients, devices: Sequence[jax.Device] | None = None
 ) -> Population:
-    """Return clients on the first of this process's devices, as a population of padded rows.
+    """Return clients, with the frozen weights, on the first of this process's devices.
 
     Args:
         method: One algorithm, or the points of a sweep.

@@ -133,9 +133,10 @@ def count_is_set() -> bool:
 
 
 def visible_gpus() -> int:
-    """Return the number of GPUs that JAX would find.
+    """Return the number of GPUs that this process may use, or 0 if JAX is set to other platforms.
 
-    JAX's backend must not start yet, so this function looks for devices and variables itself.
+    JAX's backend must not start yet, so this function looks for devices and variables itself. It
+    does not check whether the installed JAX supports them.
     """
     platforms = jax.config.values["jax_platforms"]
     if platforms and not {"cuda", "gpu", "rocm"} & set(platforms.split(",")):

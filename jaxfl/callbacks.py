@@ -93,7 +93,7 @@ def ask(callbacks: Sequence[Callback], rows: Sequence[EvaluationRow]) -> bool:
     Raises:
         TypeError: A callback returned a value that is neither None nor a bool.
         Exception: The exception of the first callback that failed, with a note for each further
-            one.
+            one. It may also be a SystemExit.
     """
     answers: list[bool] = []
     errors: list[BaseException] = []
@@ -129,7 +129,7 @@ def _answer(name: str, value: Any) -> bool:
 def early_stopping(
     metric: str = "loss", *, patience: int = 3, mode: Literal["min", "max"] = "min"
 ) -> Callback:
-    """End the run when a metric has had no better value for `patience` evaluations.
+    """Return a callback that ends the run after `patience` evaluations without a better value.
 
     The last round is chosen by the scores on the clients' test examples, and no epsilon covers this
     choice. NaN counts as the worst value. The callback raises a ValueError at an evaluation whose
@@ -175,12 +175,13 @@ class EpsilonBudget:
         """Check the next interval of a run.
 
         Args:
-            ahead: Function from a number of rounds to the epsilons at the next evaluation.
+            ahead: Function from a number of rounds to the epsilons at the next evaluation, by
+                column.
             done: Number of rounds so far.
 
         Raises:
-            ValueError: The run has no finite epsilon in `column`, or the first interval spends more
-                than the limit.
+            ValueError: The run has no finite epsilon in `column`, or the first interval of a new
+                run spends more than the limit.
         """
         self._ahead = ahead
         first = self._finite(ahead(done).get(self.column))
@@ -195,6 +196,9 @@ class EpsilonBudget:
 
         Rows without the column are left out. Outside of a run, the next interval counts as much as
         the last one.
+
+        Raises:
+            ValueError: No row has the column, or its newest value is not finite.
         """
         known = [row[self.column] for row in rows if row.get(self.column) is not None]
         spent = self._finite(known[-1] if known else None)
@@ -221,8 +225,9 @@ def epsilon_budget(
     observer: Literal["aggregate", "upload"] = "aggregate",
     unit: Literal["client", "example"] = "client",
 ) -> Callback:
-    """End the run before an interval between evaluations that would exceed a budget.
+    """Return a callback that ends the run before an interval that would exceed a budget.
 
+    An interval is the rounds from one evaluation to the next.
     The epsilons are those of the privacy statement, by its accountant. The cost of the next
     interval assumes that every client takes part in every round that it can. Outside of a run, the
     next interval counts as much as the last one. A run without protection of the unit raises an
@@ -251,7 +256,7 @@ def epsilon_budget(
 
 @checked(path=check_path)
 def csv(path: str | os.PathLike) -> Callback:
-    """Write all rows to a file of comma-separated values.
+    """Return a callback that writes all rows to a file of comma-separated values.
 
     A missing folder is made, and the rows of a run replace what the file held before.
 
@@ -302,7 +307,7 @@ def csv(path: str | os.PathLike) -> Callback:
 
 @checked(folder=check_path)
 def tensorboard(folder: str | os.PathLike) -> Callback:
-    """Write event files for TensorBoard (extra `[tb]`).
+    """Return a callback that writes event files for TensorBoard (extra `[tb]`).
 
     A resumed run writes all of its rows again, and hides the earlier ones.
 
@@ -334,11 +339,14 @@ def tensorboard(folder: str | os.PathLike) -> Callback:
 
 
 def wandb(run: Any) -> Callback:
-    """Log to a run of Weights & Biases (extra `[wandb]`).
+    """Return a callback that logs to a run of Weights & Biases (extra `[wandb]`).
 
     Args:
         run: The run, which for instance `wandb.init(mode="offline")` returns. It stays open, so
             that you can finish it yourself.
+
+    Raises:
+        TypeError: `run` has no method `log`.
     """
     if not callable(getattr(run, "log", None)):
         raise TypeError(
@@ -354,13 +362,16 @@ def wandb(run: Any) -> Callback:
 
 @checked()
 def mlflow(library: Any, run_id: str | None = None) -> Callback:
-    """Log to a run of MLflow (extra `[mlflow]`).
+    """Return a callback that logs to a run of MLflow (extra `[mlflow]`).
 
     The run stays open, so that you can end it yourself.
 
     Args:
         library: The imported module `mlflow`.
         run_id: Id of the run. None stands for the active one.
+
+    Raises:
+        TypeError: `library` has no function `log_metrics`.
     """
     if not callable(getattr(library, "log_metrics", None)):
         raise TypeError(

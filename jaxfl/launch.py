@@ -7,8 +7,9 @@ On each of two machines:
 If JAX detects the cluster:
   srun python -m jaxfl.launch run.py
 
-In a cluster, the tasks of a node share all of its GPUs, whose number is printed. If one process
-ends early, so do the others, and the same command resumes from the last checkpoints.
+Under Slurm and Open MPI, the tasks of a node share its GPUs equally, and the number of each task is
+printed. If one process fails, the others end too. The same command then resumes each run from its
+last checkpoint.
 """
 
 import argparse
@@ -77,11 +78,12 @@ def main(arguments: list[str] | None = None) -> int:
 
     Returns:
         The exit code of the process that failed first, or 0 if none failed. It is 128 plus the
-        signal if a signal ended or stopped that process. If a signal to the launcher ended all
-        processes, it is 128 plus that signal.
+        signal if a signal ended or stopped that process. If a signal to the launcher did so, it is
+        128 plus the first such signal.
 
     Raises:
-        SystemExit: Options are wrong or incompatible. The code is 2, after one line about them.
+        SystemExit: Options are wrong or incompatible, or ask for help. The code is 2, after one
+            line about them, or 0 after the help.
     """
     configure()
     # The description holds the usage, so an error is one line.
@@ -178,15 +180,15 @@ def _wrong(options: argparse.Namespace) -> str | None:
 
 
 def _devices() -> list[int] | None:
-    """Return the indices of this task's GPUs in a cluster, and print how many each task has.
+    """Return the indices of this task's GPUs in a cluster, or None to leave the choice to JAX.
 
     JAX gives a task of Slurm or Open MPI one GPU, so that other GPUs of the node would idle. None
-    leaves the choice to JAX. This is for nodes without GPUs, and if a user or another cluster has
-    chosen.
+    is for nodes without GPUs, for other clusters, and for users who have chosen. The first task of
+    a node of Slurm or Open MPI prints how many devices each task has.
 
     Raises:
-        ValueError: No cluster is detected, or not the one that started this task, or the node has
-            GPUs that no task would use.
+        ValueError: No cluster is detected, or not the one that started this task. The node's tasks
+            cannot share its GPUs equally, or Slurm's variables do not fit together.
     """
     clusters = [
         kind
@@ -260,7 +262,7 @@ def _slurm_task() -> tuple[int, int]:
 
 
 def _read_slurm() -> tuple[int, int]:
-    """Return the result of `_slurm_task`, or raise an error of any kind."""
+    """Return the result of `_slurm_task`, or raise a ValueError or a LookupError."""
     # For example, 4(x2),3 stands for two nodes with 4 tasks and one with 3.
     runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     by_node = [int(tasks) for tasks, nodes in runs for _ in range(int(nodes or 1))]
@@ -358,8 +360,8 @@ def _start(
     Args:
         options: Options of the command line.
         alone: Whether this machine starts all processes. It starts one of them otherwise.
-        devices: Indices of the process's GPUs. None stands for all of them.
-        alive: Pipe that ends with this process.
+        devices: Indices of the process's GPUs. None leaves the choice to JAX.
+        alive: Read end of a pipe that ends with this process.
     """
     program = ["-m", *options.module] if options.module else options.file
     environment = os.environ.copy()
@@ -427,7 +429,7 @@ def _wait(
 
 
 def _stopped(children: dict[int | None, subprocess.Popen]) -> tuple[int | None, int] | None:
-    """Return the number and negative signal of a suspended process, or None if there is none.
+    """Return the number and negative signal of a suspended process, or None if none is known.
 
     A suspended process is the cause if JAX ends the others, which wait for it.
     """
@@ -457,9 +459,9 @@ def _join(
         coordinator: HOST:PORT. None if JAX detects it.
         processes: Number of processes. None if JAX detects it.
         process: Number of this process. None if JAX detects it.
-        devices: Indices of its GPUs among those of the node. None stands for all of them.
+        devices: Indices of its GPUs among those of the node. None leaves the choice to JAX.
         run: Secret of this run's processes if one launcher starts them all, or "".
-        launcher: Pipe that ends with the launcher.
+        launcher: Read end of a pipe that ends with the launcher.
     """
     threading.Thread(target=_end_after, args=(launcher,), daemon=True).start()
     configure()
@@ -484,7 +486,7 @@ def _join(
 
 
 def _end_after(launcher: int) -> None:
-    """Wait until the launcher's pipe ends, and then kill this process and its children."""
+    """Wait until the launcher's pipe ends, and then kill this process and its process group."""
     os.read(launcher, 1)
     # The launcher made the group for this process, so the signal hits nobody else.
     os.killpg(0, signal.SIGKILL)

@@ -1,7 +1,7 @@
 """First states of server and clients, and the server's step, with or without public masks.
 
-Methods that send updates take any optax transformation as `server_optimizer`. `fedadam`, `fedyogi`
-and `fedadagrad` are adaptive ones.
+Most methods that send updates take an optax transformation as `server_optimizer`, but not
+`optax.contrib.schedule_free`. `fedadam`, `fedyogi` and `fedadagrad` are adaptive ones.
 """
 
 import functools
@@ -78,9 +78,10 @@ def init_clients(params: Params, num_clients: int) -> Params:
 
 
 def server_step(optimizer: optax.GradientTransformation, server: Server, aggregate: Tree) -> Server:
-    r"""Take an optimizer step whose gradient is the negative aggregate (FedOpt, Reddi et al. 2021).
+    r"""Return the server after an optimizer step along the aggregate (FedOpt, Reddi et al. 2021).
 
-    `optax.sgd(eta_g)` is :math:`\theta \leftarrow \theta + \eta_g \, \mathrm{aggregate}`.
+    The gradient of the step is the negative aggregate, so `optax.sgd(eta_g)` takes the step
+    :math:`\theta \leftarrow \theta + \eta_g \, \mathrm{aggregate}`.
     """
     gradient = optax.tree.scale(-1, aggregate)
     updates, state = optimizer.update(gradient, server.optimizer, server.params)
@@ -217,7 +218,7 @@ def init_sparse(
 def sparse_step(
     optimizer: optax.GradientTransformation, server: SparseServer, aggregate: Tree, masks: Masks
 ) -> SparseServer:
-    """Take a `server_step`, and draw the next round's public key and masks."""
+    """Return the server after a `server_step`, with the next round's public key and masks."""
     params, state = server_step(optimizer, Server(server.params, server.optimizer), aggregate)
     public = jax.random.key_data(_this_and_next(server.public)[1])
     mask, support = masks(params, public)

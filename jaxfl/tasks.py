@@ -61,7 +61,7 @@ _EXACT = 256
 """Default number of test examples of a client up to which its area under an ROC curve is exact."""
 
 _MOST_EXACT = 2**16 - 1
-"""Largest value of `exact`. With more examples, twice the number of pairs exceeds 32 bits."""
+"""Largest value of `exact`. With more examples, twice the number of pairs may exceed an int32."""
 
 
 def _ratio(sums: tuple[Array, Array]) -> Array:
@@ -80,7 +80,7 @@ class Metric(NamedTuple):
       padding, which must not count.
     - `value(sums)` returns the score. By default sums are (sum, count), and the score is their
       ratio. An undefined score, such as one that needs a positive example, is NaN. The client is
-      then left out of the mean over clients.
+      then left out of the mean over clients, unless its loss is NaN too.
     - `merge(first, second)` returns the sums of two batches together, and adds them by default.
       Zeros stand for a batch without examples. A variance needs another `merge`, because the
       difference of two large sums of squares loses digits.
@@ -144,7 +144,8 @@ class Task:
 
     Args:
         name: Name of the task in reports.
-        loss: Function from a batch's outputs and labels to the loss of each example.
+        loss: Function from a batch's outputs and labels to the loss of each example. It must be
+            finite for padding, whose inputs and labels are 0.
         metrics: Metrics by name. The first is the headline, and reports have its mean over the
             worst tenth of clients. A name must be an identifier of Python, because reports, files
             and trackers use it.
@@ -152,6 +153,10 @@ class Task:
             examples. Its first argument has the shape and dtype of the outputs for a batch of 2. A
             run puts the model and its inputs before the message. The default accepts everything.
         predict: Function from a batch's outputs to predictions. The default returns the outputs.
+
+    Raises:
+        ValueError: There are no metrics, or a name is no identifier or is taken by reports.
+        TypeError: The loss cannot be called, or a metric is no `Metric`.
 
     >>> late = average(lambda outputs, labels: outputs[:, 0] > labels, lower_is_better=True)
     >>> task = Task("delay", lambda outputs, labels: (outputs[:, 0] - labels) ** 2, {"late": late})
@@ -234,7 +239,7 @@ def is_taken(task: Task, name: str) -> bool:
 
 
 def _columns(name: str, *, headline: bool) -> set[str]:
-    """Return the names that a metric takes in a row: its own, and those of its spreads."""
+    """Return the names that a metric takes in a row: its own, and those of its statistics."""
     names = {name, f"{name}_std", f"{name}_worst10"}
     if headline:
         names.add(f"{name}_examples")
@@ -299,7 +304,8 @@ def classification(
             2 TP / (2 TP + FP + FN) over the classes that are seen or predicted, by numbers of true
             positives, false positives and false negatives. "auc" is the mean over classes of
             P(p_k of an example of class k > p_k of another example), where equal p_k count one
-            half. Here p_k is the softmax of the logits at class k. The default is accuracy.
+            half. Here p_k is the softmax of the logits at class k. A class without examples of both
+            kinds is left out. The default is accuracy.
         exact: Number of test examples of a client up to which "auc" is exact, at most 65,535. For
             clients with more of them, 256 thresholds approximate it. An evaluation keeps as many
             outputs of a client in memory.
@@ -308,7 +314,7 @@ def classification(
             epsilon covers weights that follow from clients' labels. None stands for factors of 1.
 
     Raises:
-        ValueError: The name of a metric is unknown, or a number is out of range.
+        ValueError: The name of a metric is unknown or given twice, or a number is out of range.
 
     >>> classification("accuracy", "f1").metrics.keys()
     dict_keys(['accuracy', 'f1'])
@@ -367,7 +373,7 @@ def multi_label(*metrics: str, exact: int = _EXACT) -> Task:
             `classification`.
 
     Raises:
-        ValueError: The name of a metric is unknown, or `exact` is out of range.
+        ValueError: The name of a metric is unknown or given twice, or `exact` is out of range.
     """
     _check_exact(exact)
 
@@ -413,7 +419,7 @@ def regression(*metrics: str) -> Task:
             The default is all three.
 
     Raises:
-        ValueError: The name of a metric is unknown.
+        ValueError: The name of a metric is unknown or given twice.
     """
 
     def errors(outputs: Array, labels: Array) -> Float[Array, "B F"]:
@@ -492,16 +498,17 @@ def regression(*metrics: str) -> Task:
 def next_token(*metrics: str, ignore: int = -1) -> Task:
     """Return the task of predicting one of V tokens at each position, by cross-entropy.
 
-    Outputs are logits `[B, L, V]` at L positions, and labels `[D, L]` are whole numbers below V.
-    The loss of an example is the mean over its positions that count, or 0 if none does.
+    Outputs are logits `[B, L, V]` at L positions. Labels `[D, L]` are whole numbers from 0 to
+    V - 1, or `ignore`. The loss of an example is the mean over its positions that count, or 0 if
+    none does.
 
     Args:
-        metrics: Names of metrics: "accuracy" and "perplexity", over all positions of a client. The
-            default is both.
+        metrics: Names of metrics: "accuracy" and "perplexity", over all positions of a client that
+            count. The default is both.
         ignore: Label of positions that do not count, such as padding.
 
     Raises:
-        ValueError: The name of a metric is unknown.
+        ValueError: The name of a metric is unknown or given twice.
     """
 
     def tokens(outputs: Array, labels: Array) -> tuple[Float[Array, "B L"], Bool[Array, "B L"]]:
@@ -764,10 +771,10 @@ def auc_interval(
         auc: Areas A from 0 to 1, such as each client's "auc". NaN gives NaN.
         positive: Numbers m of test examples of the class, at least 1.
         negative: Numbers n of other test examples, at least 1.
-        level: Probability with which an interval contains the true area.
+        level: Nominal probability with which an interval contains the true area.
 
     Returns:
-        Lower and upper limits, each of the shape of the areas.
+        Lower and upper limits, each of the common shape of the areas and numbers.
 
     Raises:
         ValueError: `level` is not in (0, 1), an area is not in [0, 1], or a known area has no

@@ -35,7 +35,7 @@ HostInputs: TypeAlias = Integer[np.ndarray, "D ..."] | Float[np.ndarray, "D ..."
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Lists:
-    """Row numbers of all clients in one vector. A client takes memory only for its own rows.
+    """Row numbers of all clients in one vector, which needs no padding.
 
     Client i's row numbers begin at `flat[start[i]]`, and the clients follow one another. The client
     uses the first `Clients.train_size[i]` or `Clients.test_size[i]` of them.
@@ -53,7 +53,7 @@ class Lists:
     def of(cls, lists: Any) -> "Lists":
         """Build lists from one vector of row numbers per client, or from a padded matrix [C, N].
 
-        A matrix is not copied, and its padding stays in the lists.
+        The padding of a matrix stays in the lists.
         """
         if getattr(lists, "ndim", 1) == 2:
             clients, width = lists.shape
@@ -89,8 +89,8 @@ class Clients(NamedTuple):
     """One example store, and the numbers of the rows that belong to each client.
 
     The first `train_size[i]` row numbers in `train[i]` are client i's training examples, and the
-    first `test_size[i]` in `test[i]` its test examples. A matrix [C, N] of row numbers with padding
-    at the end of its lines is accepted as `Lists`.
+    first `test_size[i]` in `test[i]` its test examples. A run also takes a matrix [C, N] of row
+    numbers in place of `Lists`, with padding at the end of its lines.
     """
 
     inputs: Inputs | HostInputs
@@ -165,7 +165,7 @@ class ClientData:
 
     @property
     def padded(self) -> int:
-        """The number N of positions with padding, at least the client's size, and not much more."""
+        """The number N of positions with padding, which is at least the client's size."""
         return len(self._rows) if self._positions is None else self._positions
 
     def take(
@@ -190,7 +190,7 @@ class ClientData:
         return dataclasses.replace(self, _start=self._start + start, _positions=length, size=size)
 
     def in_order(self, positions: Int[Array, "N"]) -> "ClientData":
-        """Return the client with its positions in another order, in which real ones come first."""
+        """Return the client with its examples in the order of `positions`, the real ones first."""
         rows = jnp.asarray(self._rows)[jnp.where(positions < self.size, self._start + positions, 0)]
         return dataclasses.replace(self, _rows=rows, _start=0, _positions=None)
 
@@ -209,8 +209,8 @@ class Model(NamedTuple):
       if a model has no such rule.
     - `layers` and `head` name the layers in depth order, and those of the head.
     - `microbatch` examples go through the network at once in a local step. None takes all of a
-      batch, and "auto" takes what suits large feature maps on the devices. The number changes only
-      speed and memory.
+      batch, and "auto" takes what suits large feature maps on the devices. Layers that draw, such
+      as dropout, draw for each part. Otherwise the number changes only speed, memory and rounding.
     - `ghost_norms(params, x, probe)` has the values of `apply`, and its gradient by `probe` [B] is
       the squared norm of each example's gradient (see `jaxfl.privacy.dp_sgd`). Private steps clip
       by these norms, so a model with another `apply` needs other norms, or None.
@@ -221,7 +221,7 @@ class Model(NamedTuple):
       that it is unknown, or that there is no table. A run checks the inputs against it, because JAX
       reads another row for an index outside the table.
     - `recipe` says how a builder made the model (see `jaxfl._support.recipes`), so that
-      `jaxfl.load_model` can build it again. None stands for a model of no such builder.
+      `jaxfl.load_model` can build it again. None stands for a model that no such builder made.
     """
 
     name: str
@@ -248,7 +248,7 @@ class Model(NamedTuple):
 
     @property
     def largest_part(self) -> int | None:
-        """The number of examples that go through the network at once on the devices of a run."""
+        """The most examples in one pass of the network in a local step. None sets no limit."""
         return backend().microbatch if self.microbatch == "auto" else self.microbatch
 
 
@@ -266,7 +266,10 @@ class Terms(NamedTuple):
     """Terms of a privacy statement besides the epsilon of the mechanism."""
 
     delta: float | None = None
-    """Failure probability. None stands for min(1e-5, 1 / (10 n)) with n clients."""
+    """Failure probability. None stands for min(1e-5, 1 / (10 n)).
+
+    The number n is that of the clients, or of all training examples for the epsilon of an example.
+    """
     claim: tuple[float, str] | None = None
     """Epsilon by the paper's own rule for these numbers and this delta, and its reasoning."""
     broken: str | None = None
@@ -274,7 +277,7 @@ class Terms(NamedTuple):
 
 
 class Sparse(NamedTuple):
-    """Count of the coordinates of a client's update that may be nonzero, for sent bytes."""
+    """Coordinates of a client's update that may be nonzero, for the count of sent bytes."""
 
     values: Callable[[Tree], Number]
     """Function from the shapes of an update to the number of its coordinates that are sent."""
@@ -288,8 +291,8 @@ class Algorithm(NamedTuple):
     - `init(key, num_clients) -> (server, client_states)` makes the first states. Client states have
       a leading axis C, the number of clients.
     - `client_update(key, server, client, data) -> (message, client, info)` reads ONE client.
-    - `server_update(server, aggregate) -> server` reads the aggregate only, which is already
-      clipped, weighted, noised and divided. The `info` of clients is for reports. If the
+    - `server_update(server, aggregate) -> server` reads nothing of clients but the aggregate of
+      their clipped updates, which is weighted, noised and divided. An `info` is for reports. If the
       mechanism has `denominator="participants"`, a round without participants leaves the server
       unchanged.
     - `personalize(key, server, client, data) -> params` returns the weights with which the client
@@ -308,8 +311,8 @@ class Algorithm(NamedTuple):
         terms: Terms of the privacy statement, such as its delta and the paper's claim.
         sends: Kind of the update in a message: a difference, or the client's weights.
         audit: Canaries that take part. `simulate(audit=...)` sets it.
-        sparse: Number of nonzero coordinates of an update, for the count of sent bytes. None if all
-            of its coordinates may be nonzero.
+        sparse: Coordinates of an update that may be nonzero, for the count of sent bytes. None if
+            all of them may be.
         reads_sampling: The sampler of which the functions read numbers, such as the expected size
             of a cohort. The mechanism must then draw cohorts by the same sampler. None if they read
             none.
@@ -337,22 +340,24 @@ class Algorithm(NamedTuple):
     audit: Any = None
     """The `jaxfl.privacy.Canaries` that take part with the clients, or None without an audit."""
     sparse: Sparse | None = None
-    """Number of nonzero coordinates of an update. None if all of them may be nonzero."""
+    """Coordinates of an update that may be nonzero. None if all of them may be."""
     reads_sampling: Any = None
     """The `jaxfl.privacy.Sampling` of which the functions read numbers. None if they read none."""
 
 
 class Ledger(NamedTuple):
-    """A record of what the engine did in each round. Accountants read nothing else.
+    """A record of what the engine did in each round. Accountants read nothing else of a run.
 
     Noise is a standard deviation divided by the clip bound. An axis of length 1 stands for the same
     value everywhere.
     """
 
     participants: Bool[Any, "T C"]
+    """Whether each client takes part in each round."""
     client_noise: Float[Any, "T #C"]
     """Std of the noise that each client adds to its update if it takes part."""
     weights: Float[Any, "T #C"]
+    """Factor of each client's update in the sum."""
     server_noise: Float[Any, "T"]
     """Std of the noise that the server added to the sum."""
     noise_multiplier: Float[Any, "T"]

@@ -4,7 +4,8 @@
 is named for it. Checks return the value in the form that the library uses. NumPy and JAX scalars
 become Python numbers.
 
-A sweep calls a builder with each value first, and then once with a traced number, which passes.
+A sweep calls a builder with each value first, and then once with a traced number. Checks of real
+numbers return a traced number unchanged, and checks of whole numbers reject it.
 """
 
 import contextlib
@@ -69,7 +70,7 @@ def nonzero(value: Any) -> bool:
 
 
 def show(value: Any) -> str:
-    """Return a value for an error message: its repr if it is short, and otherwise its type."""
+    """Return a short text for a value in an error message, such as its repr or its type."""
     if isinstance(value, types.FunctionType):
         # The repr of a function ends with an address, which says nothing to a reader.
         return f"<function {value.__qualname__}>"
@@ -186,7 +187,7 @@ def check_instance(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
 
 
 def check_callable(name: str, value: Any) -> Callable:
-    """Require a function or another callable."""
+    """Require a function or another callable, and return it."""
     if callable(value):
         return value
     raise TypeError(
@@ -206,7 +207,7 @@ def check_layers(name: str, value: Any) -> tuple[str, ...]:
 def check_array(name: str, value: Any) -> np.ndarray:
     """Require a value that NumPy reads as an array of numbers or booleans, and return the array.
 
-    JAX arrays are fetched. A masked array is an error.
+    JAX arrays are fetched. A masked array is an error, and so is a list of them.
     """
     parts = value if isinstance(value, list | tuple) else (value,)
     # `np.asarray` drops a mask, so missing values would become numbers.
@@ -474,7 +475,7 @@ def nearest(name: Any, known: Collection[str]) -> str:
     """Return the remedy for an unknown name, as a sentence.
 
     The remedy is the known name with the most similar spelling or the same beginning. If none is
-    similar, it lists all known names.
+    similar, it lists all known names. If none is known, it is to leave the name out.
 
     >>> nearest("batchsize", ["batch_size", "epochs"]), nearest("noise", ["noise_multiplier"])
     ("Did you mean 'batch_size'?", "Did you mean 'noise_multiplier'?")
@@ -490,13 +491,13 @@ def nearest(name: Any, known: Collection[str]) -> str:
 
 
 def checked(**checks: Check) -> Callable[[_F], _F]:
-    """Check all arguments of a function, or of a dataclass, at every call.
+    """Check all arguments that a function, or a dataclass, gets at every call, but no defaults.
 
     The function gets the values that the checks return. The annotation `int` requires a whole
     number of at least 1. `float` and `Number` require a finite number above 0, and `Literal` one of
-    the named choices. Other annotations require a function, or an object of a class. None passes if
-    the annotation allows it. Names that the function does not have, and arguments by position that
-    it takes by name, are errors of the same form.
+    the named choices. `Any` requires nothing. Other annotations require a function, or an object of
+    a class. None passes if the annotation allows it. Names that the function does not have, and
+    arguments by position that it takes by name, are errors of the same form.
 
     Args:
         checks: Checks by argument, for wider or narrower limits. Arguments with any other

@@ -1,4 +1,4 @@
-"""Files that are complete or absent, and are no links, and the cache folder."""
+"""Files that are replaced as one, readers that accept no links, and the cache folder."""
 
 import contextlib
 import errno
@@ -126,7 +126,7 @@ def write_secret(path: Path, content: bytes) -> None:
 
 
 def leftovers(path: Path) -> list[Path]:
-    """Return the temporary files for `path` that killed processes have left in its folder."""
+    """Return the temporary files for `path` in its folder, which killed processes may have left."""
     name = re.compile(rf"{re.escape(path.name)}\.[0-9a-f]{{16}}")
     return [
         other for other in path.parent.iterdir() if name.fullmatch(other.name) and is_regular(other)

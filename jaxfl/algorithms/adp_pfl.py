@@ -82,7 +82,7 @@ def _check_threshold(name: str, value: Any) -> Any:
 
 @checked(percentile=_check_percentile)
 def fisher_percentile(percentile: Number, square: Square = "examples") -> MaskFn:
-    """Build a mask of the coordinates whose Fisher information is above a percentile.
+    """Return a function that selects coordinates of Fisher information above a percentile.
 
     Each client takes the percentile over all coordinates of its own trained model.
 
@@ -102,7 +102,7 @@ def fisher_percentile(percentile: Number, square: Square = "examples") -> MaskFn
 
 @checked(threshold=_check_threshold)
 def fisher_threshold(threshold: Number, square: Square = "examples") -> MaskFn:
-    r"""Build a mask of the coordinates whose scaled Fisher information is above :math:`\tau`.
+    r"""Return a function that selects coordinates of scaled Fisher information above :math:`\tau`.
 
     Each client scales its Fisher information to [0, 1] by the least and the greatest value over
     all coordinates (14).
@@ -124,7 +124,7 @@ def fisher_threshold(threshold: Number, square: Square = "examples") -> MaskFn:
 
 @checked(percentile=_check_percentile)
 def largest(percentile: Number) -> MaskFn:
-    """Build a mask of the coordinates whose magnitude is above a percentile.
+    """Return a function that selects the coordinates whose magnitude is above a percentile.
 
     Args:
         percentile: Percentile in [0, 100) of all magnitudes in what a client would send.
@@ -140,7 +140,7 @@ def largest(percentile: Number) -> MaskFn:
 
 @checked(percentile=_check_percentile)
 def random_share(percentile: Number) -> MaskFn:
-    """Build a mask of random coordinates, as many as there are above a percentile.
+    """Return a function that selects random coordinates, as many as are above a percentile.
 
     Args:
         percentile: Percentile in [0, 100). For example, 80 keeps about a fifth of the coordinates.
@@ -203,7 +203,7 @@ def adp_pfl(
     In a round a client
 
     1. trains the broadcast model,
-    2. measures its leakage risk :math:`R_i` (7), (8), for the rounds to come,
+    2. measures its leakage risk :math:`R_i` (7), (8), for the rounds to come, if risks are private,
     3. keeps the coordinates :math:`M = [\hat F > \tau]` of large Fisher information, by (13)-(15),
     4. sends :math:`\mathrm{clip}_C(M \odot \Delta_i)`, with noise on **all** coordinates.
 
@@ -241,8 +241,9 @@ def adp_pfl(
 
         Without `risks` the adjacency is zero-out, for the aggregate observer. With `risks` it is
         replace-one, for the upload observer and therefore for the aggregate observer too. Given all
-        earlier messages, an update is a Gaussian mechanism with multiplier s / 2, and a released
-        risk is one with multiplier r. A filter stops each client before its messages compose to a
+        earlier messages, an update with noise of std s C is a Gaussian mechanism with multiplier
+        s / 2. A released risk with noise of std r times the width of `risk_bounds` is one with
+        multiplier r. A filter stops each client before its messages compose to a
         multiplier below `noise.least_total`. Fully adaptive composition then gives the epsilon of
         one Gaussian mechanism with this multiplier.
     Deviations from the paper: Clients send updates, not weights. The noise is not scaled by the
@@ -341,7 +342,8 @@ def adp_pfl_paper(
             `jaxfl.privacy.schedule` gives this noise, with the `sparsity` of theorem 2.
         sensitivity: The sensitivity that scales the noise. "C/m" bounds how far one of m
             participants moves their mean (22), but the client adds this noise to an upload that it
-            moves by C. "C" is the sensitivity of an upload. With "C/m", `sampling` must fix m.
+            moves by C. "C" is the sensitivity of an upload. With "C/m", `sampling` must be a
+            `FixedSize(m)`.
         risks: Leakage risks, which set the clients' budgets. None gives all clients the same
             budget. Numbers above 0 `[C]` are public and fixed risks. With "private" each client
             measures its risk and sends it to the server unchanged.

@@ -61,7 +61,8 @@ def apfl(
         alpha: Initial share of the personal model, in [0, 1]. With 0 the mixture starts as w.
         alpha_learning_rate: :math:`\eta_\alpha`. With 0, the default, alpha is fixed.
         local: Local training of w and v in one round. Each has an optimizer state of its own.
-        clip: C, the L2 bound on the update of w. Infinity, the default, clips nothing.
+        clip: C, the L2 bound on the update of w. Infinity, the default, clips nothing, and allows
+            no noise.
         noise_multiplier: z, the standard deviation of the noise on the sum, divided by C (see
             `jaxfl.privacy.calibrate`).
         sampling: The sampler, which draws the participants of each round.
@@ -104,7 +105,7 @@ def apfl(
     def both(
         outputs: tuple[Array, Array], labels: Array, weights: Float[Array, "B"]
     ) -> Float[Array, ""]:
-        """Return the loss of w, whose gradient is that of the sum with the mixture's loss."""
+        """Return the value of the loss of w, with the gradient of this loss plus the mixture's."""
         shared_outputs, mixed_outputs = outputs
         mixed = model.task.mean_loss(mixed_outputs, labels, weights)
         shared = model.task.mean_loss(shared_outputs, labels, weights)

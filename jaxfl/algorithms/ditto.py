@@ -43,7 +43,8 @@ def ditto(
         model: The network.
         penalty_weight: :math:`\lambda`. With 0, v is trained without w.
         personal: Local training of v in one round.
-        clip: C, the L2 bound on the update of w. Infinity, the default, clips nothing.
+        clip: C, the L2 bound on the update of w. Infinity, the default, clips nothing, and allows
+            no noise.
         noise_multiplier: z, the standard deviation of the noise on the sum, divided by C (see
             `jaxfl.privacy.calibrate`).
         sampling: The sampler, which draws the participants of each round.

@@ -104,8 +104,9 @@ def dp_pfeddsu(
             the mask is public and fixed for the round. "local_step" means the client's own weights
             at every local step. "public_random" is a control: a new random mask per round from a
             public key, which follows no weights.
-        backward_density: Share of a sparse kernel that the backward pass moves, at least `density`:
-            the largest weights, or more random ones with "public_random". None means `density`.
+        backward_density: Share of a sparse kernel that the backward pass moves and that is sent, at
+            least `density`: the largest weights, or random ones with "public_random". None means
+            `density`.
         local: Training of the extractor by a client in one round.
         head: Training of the head by a client in one round.
         evaluation_epochs: Number of epochs of the head's fit before evaluation. None means the
@@ -129,7 +130,8 @@ def dp_pfeddsu(
 
     Raises:
         ValueError: `backward_density` is below `density`, the extractor has fewer than
-            `sparse_layers` layers with a kernel, or the model has no layer outside its head.
+            `sparse_layers` layers with a kernel, or the model has no layer outside its head. The
+            clip bound is infinite, and there is a penalty or noise.
 
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Full
@@ -217,6 +219,11 @@ def dp_pfeddsu_paper(
     Deviations from the paper: Those of `dp_pfeddsu`.
     References: Wang, Zhang, Gao, Luo, "Differential Privacy Personalized Federated Learning Based
         on Dynamically Sparsified Client Updates".
+
+    Raises:
+        ValueError: The extractor has fewer than `sparse_layers` layers with a kernel, or the model
+            has no layer outside its head. The clip bound is infinite, and there is a penalty or
+            noise.
 
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Full

@@ -1,7 +1,7 @@
 """The FedAvg family: local training, FedAvg, FedProx, DP-FedAvg and DP-FedAvg-fb.
 
-The methods are one recipe with four options. They are communication, a penalty (the proximal term),
-a clip bound with noise, and a head that clients fine-tune before evaluation (see `fine_tuned`).
+The methods are one recipe with four options: communication, a penalty (the proximal term), a clip
+bound with noise, and a head that clients fine-tune before evaluation (see `fine_tuned`).
 """
 
 import functools
@@ -29,7 +29,7 @@ from jaxfl.server import Server, init_clients, init_server, server_step
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms, Tree
 
 Penalty: TypeAlias = Callable[[Params, Params], Float[Array, ""]]
-"""Function from a client's parameters and the broadcast ones to a term that the loss adds."""
+"""Function from a client's parameters and the broadcast ones to a term added to the loss."""
 
 GradientRule: TypeAlias = Callable[[GradientFn], GradientFn]
 """Function that changes how a local step computes its gradient."""
@@ -41,7 +41,7 @@ def local_only(
 ) -> Algorithm:
     """Build local training: every client trains alone, from one public initialisation.
 
-    Clients send nothing, so that the epsilon is 0. No epsilon covers their models.
+    Clients send nothing, so that the epsilon is 0. No epsilon covers the clients' models.
 
     Args:
         model: The network.
@@ -263,7 +263,8 @@ def dp_fedavg_fb(
 
     Args:
         model: The network, with a head.
-        clip: C, the L2 bound on a client's full update. Infinity, the default, clips nothing.
+        clip: C, the L2 bound on a client's full update. Infinity, the default, clips nothing, and
+            allows no noise.
         noise_multiplier: z, the standard deviation of the noise on the sum, divided by C (see
             `jaxfl.privacy.calibrate`).
         sampling: The sampler, which draws the participants of each round.

@@ -61,7 +61,8 @@ def fedbuff(algorithm: Algorithm, *, staleness: int | Int[np.ndarray, "C"]) -> A
         2022 (arXiv:2106.06639).
 
     Raises:
-        ValueError: The method sends weights, or staleness is not one number for each client.
+        ValueError: The method sends weights. When a run starts: staleness is neither one number nor
+            one for each client.
 
     >>> from jaxfl.algorithms import fedavg
     >>> from jaxfl.models import mlp

@@ -83,13 +83,13 @@ def feddpa(
         lambda2: :math:`\lambda_2`, the weight of stage B's penalty.
         local: Local training of a client in each of the two stages.
         evaluate: Model with which a client is evaluated. "stored" is its model after its last
-            training. "adapt" is the result of one more local update from the current global
+            training. "adapt" is the result of one more local update with the current global
             model, of which nothing is sent.
         delta: Failure probability of the privacy statement. None means min(1e-5, 1 / (10 N)) for N
             clients.
 
     Guarantee: Client-level privacy under zero-out adjacency, with sensitivity C, because clipping
-        covers the full update and the noise is dense.
+        covers the full update and the noise is on all coordinates.
     Deviations from the paper: Clipping divides, whereas eq. (3-1) as printed enlarges updates. A
         tensor whose Fisher values are all equal is shared (the published code zeroes it). Weights
         are uniform, not data sizes. There is no data augmentation, and incomplete batches are used.
@@ -239,10 +239,10 @@ def paper_epsilon(
 def _paper_rule(
     examples: int, batch_size: int, epochs: int, rounds: int, rate: float
 ) -> tuple[int, Poisson]:
-    """Return the steps of one client that the published rule counts, and how they sample.
+    """Return the number of steps that the published rule counts, and the sampler of examples.
 
-    It counts :math:`q T E n / B` steps for all rounds, each with a Poisson sample of examples at
-    rate :math:`q B / n`.
+    The rule counts :math:`q T E n / B` steps for all rounds, each with a Poisson sample of examples
+    at rate :math:`q B / n`.
     """
     steps = max(1, int(rate * rounds * epochs * examples / batch_size))
     return steps, Poisson(min(1.0, rate * batch_size / examples))

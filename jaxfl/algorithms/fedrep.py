@@ -202,7 +202,7 @@ def centaur(
 
 
 def split_head(model: Model, params: Params) -> tuple[Params, Params]:
-    """Split parameters into those of the extractor and those of the head."""
+    """Return the parameters of the extractor, and those of the head."""
     extractor = {name: params[name] for name in params if name not in model.head}
     head = {name: params[name] for name in model.head}
     return extractor, head
@@ -218,7 +218,7 @@ def private_head(model: Model) -> Parts:
 
 
 def start_parts(model: Model, parts: Parts, optimizer: optax.GradientTransformation) -> Callable:
-    """Return an `init` for a server with the shared part and clients with one personal part."""
+    """Return an `init` that gives the server the shared part, and all clients one personal part."""
 
     def init(key: Key[Array, ""], num_clients: int) -> tuple[Server, Params]:
         shared, personal = parts.cut(model.init(key))

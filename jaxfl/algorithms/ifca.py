@@ -37,14 +37,14 @@ def ifca(
             \sum_{i \in \Omega_t : j_i = j} \mathrm{clip}_C(\Delta_i) + N(0, z^2 C^2 I) \Big)
 
     A message holds an update for every model. All of them but one are 0, so that the message has
-    the norm of one update. The noise hides which client chose which model. At an evaluation each
+    the norm of one update. The guarantee therefore covers the choice too. At an evaluation each
     client chooses again. Clients keep nothing between rounds.
 
     Args:
         model: The network. Each of the k models starts from its own random draw.
         clusters: k, the number of models.
         local: Optimizer, batches and epochs with which a client trains its model in a round.
-        clip: C, L2 bound on a client's update. Infinity clips nothing.
+        clip: C, L2 bound on a client's update. Infinity clips nothing, and allows no noise.
         noise_multiplier: z, std of the noise on the sum, in units of C (see
             `jaxfl.privacy.calibrate`).
         sampling: Rule that draws the participants of each round. The default draws all clients.

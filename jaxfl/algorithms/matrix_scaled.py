@@ -73,9 +73,9 @@ def matrix_scaled(
         penalty: :math:`\lambda`, in examples: a client with many more examples than this has a map
             that fits them closely, and a client with far fewer has almost the method's predictions.
         train: Penalty of maps in rounds, in examples. Each participant then fits a map to the model
-            that it received, and trains this model through its map. The shared logits learn what
-            clients can translate, even where their classes mean different things. None leaves
-            rounds as they are.
+            with which the method would evaluate it, and local training applies the map to logits.
+            The shared logits learn what clients can translate, even where their classes mean
+            different things. None leaves rounds as they are.
         steps: Number of steps of a fit.
 
     Guarantee: The guarantee of the method, with the same mechanism and epsilon. Maps stay with

@@ -91,7 +91,7 @@ def mixed(
         Local Memorization, ICML 2022 (arXiv:2111.09360).
 
     Raises:
-        ValueError: The model has another task.
+        ValueError: The model's task is none of these three.
 
     >>> from jaxfl.algorithms import fedavg
     >>> from jaxfl.models import mlp

@@ -82,7 +82,8 @@ def dp_ridge(
             `jaxfl.privacy.calibrate` with rounds=1).
         sampling: Rule that draws the participants of each round. The default draws all clients.
         ridge: :math:`\lambda`, in units of squared features. More noise needs a larger value.
-        radius: R, public bound on the norm of an example's features. Only the statistics use R.
+        radius: R, public bound to which the statistics clip an example's features. Predictions
+            take features unclipped.
         personal: :math:`\mu`, weight of the server's head in a client's own head, as a number of
             examples. None evaluates every client with the server's head.
         scale: Factor from outputs, about 0 to 1, to logits. The factor changes the loss and no
@@ -176,7 +177,8 @@ def dp_prototypes(
         sampling: Rule that draws the participants of each round. The default draws all clients.
         least_share: :math:`p_{\min}`, least share of a class in the division, since noise may leave
             a share of 0 or less.
-        radius: R, public bound on the norm of an example's features. Only the statistics use R.
+        radius: R, public bound to which the statistics clip an example's features. Predictions
+            take features unclipped.
         personal: :math:`\mu`, weight of a prototype of the server in a client's own prototype, as a
             number of examples. None evaluates every client with the server's prototypes.
         scale: c, the factor of all logits. The factor changes the loss and no prediction.

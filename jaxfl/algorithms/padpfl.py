@@ -115,6 +115,10 @@ def padpfl(
     References: Talaei, Izadi, Enhancing Federated Learning with Adaptive Differential Privacy and
         Priority-Based Aggregation, arXiv:2406.18491.
 
+    Raises:
+        ValueError: `impacts` do not sum to 1 in every round, or are for another number of rounds.
+            The clip bound is infinite, and there is noise.
+
     >>> from jaxfl.models import mlp
     >>> p = np.array([0.5, 0.3, 0.2])
     >>> method = padpfl(mlp((8, 8, 1), 10), epsilon=8.0, rounds=10, clip=1.0, impacts=p)
@@ -200,6 +204,10 @@ def padpfl_paper(
     References: Talaei, Izadi, Enhancing Federated Learning with Adaptive Differential Privacy and
         Priority-Based Aggregation, arXiv:2406.18491. NbAFL: Wei et al., Federated Learning with
         Differential Privacy, IEEE Transactions on Information Forensics and Security 2020.
+
+    Raises:
+        ValueError: `impacts` do not sum to 1 in every round, or are for another number of rounds.
+            The clip bound is infinite, and there is noise.
 
     >>> from jaxfl.models import mlp
     >>> model = mlp((8, 8, 1), 10)
@@ -349,6 +357,9 @@ def convergence_bound(
         available text. The bounds here follow its steps (26) to (39). Expectations over noise that
         is independent of the round would drop :math:`\lambda_1`. The paper's theorem 3 bounds the
         change of p in another way.
+
+    Raises:
+        ValueError: `smoothness` or `mu` is not above 0, or another constant is below 0.
 
     >>> constants = dict(gap=1.0, smoothness=1.0, mu=4.0, gamma=0.0, dissimilarity=1.0)
     >>> constants |= dict(gradient=1.0, convexity=1.0)

@@ -81,11 +81,15 @@ def personal_budgets(
     Args:
         preferences: R, one number for each client. Larger numbers ask for less privacy.
         rule: Rule for budgets and levels, as above.
-        base: Epsilon in (7), above 1. The default 2 makes budgets equal preferences.
+        base: Epsilon in (7) for "logarithm", above 1. The default 2 makes budgets equal preferences
+            above the floor.
         cuts: Cut points of "logarithm": the least budgets of the levels mid and high.
         levels: The levels low, mid and high.
         floor: Least budget. Smaller and negative budgets are raised to the floor, which bounds the
             noise.
+
+    Raises:
+        ValueError: `base` is at most 1, or `cuts` or `levels` are not in ascending order.
 
     >>> personal_budgets(np.array([1.0, 2.0, -0.3]), base=8.0)
     Budgets(epsilon=array([3. , 6. , 0.1]), level=array([2., 5., 2.]))
@@ -106,7 +110,7 @@ def personal_budgets(
 
 
 def _check_budgets(name: str, value: Any) -> Budgets:
-    """Require finite or infinite epsilons and finite levels, one of each for every client."""
+    """Require epsilons, which may be infinite, and finite levels, and return them as `Budgets`."""
     if not isinstance(value, tuple) or len(value) != 2:
         raise TypeError(
             f"{name} must be Budgets, got {show(value)}. Make them by personal_budgets, or give "
@@ -267,6 +271,9 @@ def pdp_fl_paper(
         "eps < eps" is read as epsilon < epsilon_max.
     References: Yin, Qu, Federated Learning Algorithm Based on Personalized Differential Privacy,
         Journal of Computer Applications 2022. LDP-Fed: Truex et al., EdgeSys 2020.
+
+    Raises:
+        ValueError: `aggregation` or `top_up` needs a `sampling` that fixes n.
 
     >>> from jaxfl.models import mlp
     >>> asked = personal_budgets(np.array([1.0, 5.0, 9.0]))

@@ -45,7 +45,7 @@ def per_fedavg(
             example is both D and D'.
         personal: Optimizer, batches and epochs of a client's training before an evaluation. The
             paper takes one step of `optax.sgd(alpha)`.
-        clip: C, L2 bound on a client's update. Infinity clips nothing.
+        clip: C, L2 bound on a client's update. Infinity clips nothing, and allows no noise.
         noise_multiplier: z, std of the noise on the sum, in units of C (see
             `jaxfl.privacy.calibrate`).
         sampling: Rule that draws the participants of each round. The default draws all clients.

@@ -54,7 +54,7 @@ def pfedme(
         inner_steps: K, the number of steps for :math:`\theta_i` in a local step.
         local: Batches and epochs of a client's training in a round, and the optimizer of
             :math:`w_i`. This optimizer's gradient is :math:`\lambda (w_i - \theta_i)`.
-        clip: C, L2 bound on a client's update. Infinity clips nothing.
+        clip: C, L2 bound on a client's update. Infinity clips nothing, and allows no noise.
         noise_multiplier: z, std of the noise on the sum, in units of C (see
             `jaxfl.privacy.calibrate`).
         sampling: Rule that draws the participants of each round. The default draws all clients.

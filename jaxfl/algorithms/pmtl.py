@@ -85,6 +85,10 @@ def pmtl(
     References: Hu, Wu, Smith, Private Multi-Task Learning: Formulation and Applications to
         Federated Learning, TMLR 2023.
 
+    Raises:
+        ValueError: `send` is "copy" with a `DPSGD`, or the clip bound is infinite and there is
+            noise.
+
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Poisson
     >>> pmtl(mlp((8, 8, 1), 10), clip=0.2, noise_multiplier=1.0, sampling=Poisson(0.1)).name
@@ -158,9 +162,12 @@ def pmtl_ft(
     Guarantee: The guarantee of `dp_fedavg_fb`.
     Deviations from the paper: CENTAUR's PMTL-FT has the penalty :math:`\lambda \|w - w^t\|^2` with
         :math:`\lambda = 1` and 5 epochs, which is `penalty_weight=2`. The published code computes
-        the penalty from detached tensors, so that it has no gradient. This code is DP-FedAvg with a
-        fine-tuned head (`penalty_weight=0`). Here the penalty has its gradient.
+        the penalty from detached tensors, so that it has no gradient. That code is therefore
+        DP-FedAvg with a fine-tuned head (`penalty_weight=0`). Here the penalty has its gradient.
     References: Shen et al., Share Your Representation Only, ICLR 2023.
+
+    Raises:
+        ValueError: The model has no head, or the clip bound is infinite and there is noise.
 
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Poisson

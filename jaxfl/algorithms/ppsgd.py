@@ -151,6 +151,9 @@ def ppsgd_centaur(
     Deviations from the paper: The deviations of `ppsgd` apply. CENTAUR's own heads start at random.
     References: Shen et al., Share Your Representation Only, ICLR 2023.
 
+    Raises:
+        ValueError: The model has no head, or the clip bound is infinite and there is noise.
+
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Poisson
     >>> private = {"clip": 1.0, "noise_multiplier": 1.0, "sampling": Poisson(0.1)}

@@ -23,7 +23,7 @@ class ScaffoldServer(NamedTuple):
     params: Params
     optimizer: Tree
     control: Params
-    """c, the mean of the clients' variates."""
+    """c, an estimate of the mean of the clients' variates."""
     share: Float[Array, ""]
     """q, the expected cohort size over the number of clients."""
 
@@ -61,7 +61,8 @@ def scaffold(
         batch_size: Number of examples in a local step. The last batch of an epoch may be smaller.
         epochs: Number of passes over a client's examples in a round, unless `steps` is given.
         steps: K, the number of local steps in a round. None follows from `epochs`.
-        clip: C, L2 bound on the joint norm of :math:`(y - x, c_i^+ - c_i)`. Infinity clips nothing.
+        clip: C, L2 bound on the joint norm of :math:`(y - x, c_i^+ - c_i)`. Infinity clips nothing,
+            and allows no noise.
         noise_multiplier: z, std of the noise on the sum, in units of C (see
             `jaxfl.privacy.calibrate`).
         sampling: Rule that draws the participants of each round. The default draws all clients. If

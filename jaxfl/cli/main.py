@@ -197,7 +197,7 @@ def _unknown(words: str, comments: list[str], command: list[str]) -> str:
 def command_line(config: Callable[..., T], description: str | None, **options: Any) -> T:
     """Return the configuration from a program's command line, and configure JAX for simulations.
 
-    From then on, a wrong value or a signal ends the program with one line.
+    From then on, a wrong value, Ctrl-C or SIGTERM during a run ends the program with one line.
 
     Args:
         config: The configuration, a dataclass that checks its values.
@@ -213,10 +213,10 @@ def command_line(config: Callable[..., T], description: str | None, **options: A
 def in_one_line(
     kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
 ) -> None:
-    """Print errors of our own checks in one line, and other errors with their traceback.
+    """Print errors of our own checks, and of paths, in one line, and others with their traceback.
 
-    Ctrl-C and SIGTERM end the program with the signal's exit code (130, 143). A closed pipe ends it
-    with 141.
+    An error in one line ends the program with the exit code 2. Ctrl-C and SIGTERM end it with the
+    signal's exit code (130, 143), and a closed pipe ends it with 141.
     """
     if isinstance(error, BrokenPipeError):
         # Nothing reads the rest of the output.
@@ -517,7 +517,7 @@ def _print_table(title: str, head: Iterable[str], rows: Iterable[Iterable[str]])
 
 
 def _as_text(value: Any) -> str:
-    """Return a value as text, a float with four digits and an absent value as a dash."""
+    """Return a value as text, a float with four significant digits and None as a dash."""
     if value is None:
         return "–"
     if isinstance(value, float):

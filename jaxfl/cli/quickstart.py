@@ -1,4 +1,4 @@
-"""Six methods at one target epsilon on handwritten digits, with several hundred clients.
+"""Six methods on handwritten digits, three of them private at one target epsilon.
 
 The quickstart takes about a minute on two cores.
 """
@@ -38,7 +38,8 @@ from jaxfl.types import Algorithm, Clients, Model
 class Config:
     """Settings of the quickstart.
 
-    Every method has the same clients, cohorts and number of rounds.
+    Every method has the same clients and number of rounds. All methods that send updates have the
+    same cohorts.
     """
 
     epsilon: float = 8.0
@@ -86,7 +87,7 @@ def main(config: tyro.conf.OmitArgPrefixes[Config] = Config()) -> None:
 
 
 def methods(config: Config, model: Model, examples: int) -> list[Algorithm]:
-    """Return three methods without privacy, and three with the same noise.
+    """Return three methods without noise, and three private ones with the same noise.
 
     Args:
         config: The settings.

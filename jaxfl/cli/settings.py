@@ -166,6 +166,9 @@ class FederatedData:
         """Return clients whose examples the seed draws from the dataset by `partition`.
 
         Each client is tested on labels like those that it is trained on.
+
+        Raises:
+            ValueError: The dataset has too few classes or examples for these settings.
         """
         labels = dataset.train_labels
         others = dataset.test_labels
@@ -219,7 +222,11 @@ class Setting:
         return Full() if self.rate == 1 else Poisson(self.rate)
 
     def network(self, dataset: Dataset) -> Model:
-        """Return the model for a dataset."""
+        """Return the model for a dataset.
+
+        Raises:
+            ValueError: The model does not fit the shape of the dataset's examples.
+        """
         name = self.model
         if name == "auto":
             name = "digits_cnn" if dataset.name == "digits" else "lenet"
@@ -234,14 +241,14 @@ class Setting:
             ) from None
 
     def algorithm(self, name: str, model: Model, learning_rate: Any, **given: Any) -> Algorithm:
-        """Build a method with those of the settings, and of `given`, that it takes.
+        """Build a method from the settings, and from the further arguments `given`.
 
         Args:
             name: One of `METHODS`.
             model: The network.
             learning_rate: Step size of SGD.
-            given: Further arguments, which replace settings of the same name. Those that the method
-                does not take are ignored.
+            given: Further arguments, which replace settings of the same name. Settings and further
+                arguments that the method does not take are ignored.
         """
         build = getattr(algorithms, name)
         parameters = set(inspect.signature(build).parameters)
@@ -312,9 +319,9 @@ class Run(Setting):
     method: _Method = "dp_fedavg_fb"
     """Builder of `jaxfl.algorithms`."""
     epsilon: float = math.inf
-    """Target at client level for all rounds together. Infinity: no noise."""
+    """Target at client level for all rounds together. Infinity: noise by options only."""
     clip: float = 1.0
-    """L2 bound on a client's update."""
+    """L2 bound on a client's update, if the method clips."""
     # The parser must not make an option of each number, because `alpha` is one of the population's.
     options: tyro.conf.SuppressFixed[tyro.conf.Fixed[Mapping[str, int | float]]] = (
         dataclasses.field(default_factory=dict)
@@ -371,7 +378,7 @@ class Run(Setting):
 )
 @dataclasses.dataclass(frozen=True)
 class Compare(Setting):
-    """Settings of a comparison of methods, each tuned over its learning rate and clip bound."""
+    """Settings of a comparison of methods, whose learning rates and clip bounds are tuned."""
 
     methods: tuple[_Method, ...] = ("local_only", "fedavg", "dp_fedavg", "dp_fedavg_fb")
     """Builders of `jaxfl.algorithms`."""
@@ -380,9 +387,9 @@ class Compare(Setting):
     points: int = 4
     """Settings that each method tries at each epsilon."""
     learning_rates: tuple[float, float] = (0.03, 0.3)
-    """Smallest and largest learning rate that is tried."""
+    """Least and greatest of the learning rates that may be tried."""
     clips: tuple[float, float] = (0.1, 3.0)
-    """Smallest and largest clip bound that is tried."""
+    """Least and greatest of the clip bounds that private methods may try."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of the runs at the best setting."""
 

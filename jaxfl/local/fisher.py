@@ -22,7 +22,7 @@ def fisher_diagonal(
 ) -> Tree:
     """Return the sum over examples of squared gradients, F_j = sum_n w_n (d loss_n / d theta_j)^2.
 
-    The loss is the task's, which is -log p(y_n | x_n) for a classification.
+    The loss is the task's, for instance -log p(y_n | x_n) for a classification.
 
     The sum is exact, and takes about the time of one gradient through `model.sum_grad_squared`. Its
     backward pass squares each layer's per-example gradients as it sums them. The gradients of a
@@ -123,7 +123,7 @@ def _mean_over(
 
 
 def normalize_per_layer(fisher: Tree) -> Tree:
-    """Scale each tensor to [0, 1], by (F - min F) / (max F - min F). A constant tensor becomes 0.
+    """Return each tensor scaled to [0, 1], (F - min F) / (max F - min F), or 0 if it is constant.
 
     References:
         Yang et al., NeurIPS 2023, eq. 5. The published code leaves 0/0 in a constant tensor.
@@ -143,7 +143,7 @@ def normalize_per_layer(fisher: Tree) -> Tree:
 
 
 def normalize_over_all(fisher: Tree) -> Tree:
-    """Scale all tensors together to [0, 1] (ADP-PFL, eq. 14). Equal numbers become 0."""
+    """Return all tensors scaled together to [0, 1] (ADP-PFL, eq. 14). Equal numbers become 0."""
     flat, unravel = ravel_pytree(fisher)
     return unravel(normalize_per_layer(flat))
 

@@ -9,8 +9,8 @@ The risk of an example (x, y) is the norm of the Jacobian of the loss's gradient
     \qquad R(x) = \|J(x)\|_F.
 
 J has a row per parameter and a column per input, so exact computations are for small models and
-tests. All functions work with all forms of a convolution. They differentiate gradients, and a
-gradient of the fast form is ordinary code.
+tests. The functions differentiate gradients, so a convolution must have a form whose gradient JAX
+can differentiate: "winograd", "im2col", "lax", "grouped" or "blocks".
 
 Inputs x are normalised: they have gone through `Model.prepare`.
 """
@@ -111,7 +111,7 @@ def probe_risk(
     labels: Shaped[Array, "B ..."],
     probes: int,
 ) -> Float[Array, "B"]:
-    r"""Estimate the risk of each example, without bias in its square.
+    r"""Return an estimate of each example's risk, the root of an unbiased estimate of its square.
 
     .. math::
         \hat R(x)^2 = \|J(x) u\|^2
@@ -123,7 +123,7 @@ def probe_risk(
     across u. Few directions dominate a classifier's Jacobian, often one. Probes alone,
     :math:`\frac1P \sum_p \|J^\top v_p\|^2`, are then off by a third at P = 4, and by the same
     factor for all examples of a batch. The root is too small by an eighth of its square's relative
-    variance, to second order. With two or more probes across u, this is estimated and added.
+    variance, to second order. With two or more probes across u, this bias is estimated and removed.
 
     :math:`J^\top v = \nabla_x \langle \nabla_\theta \ell, v \rangle` is the derivative of
     :math:`\nabla_x \ell` along v in the parameters. It takes one forward pass and one input
@@ -249,7 +249,7 @@ def output_risk(model: Model, params: Params, inputs: Shaped[Array, "B ..."]) ->
 
 
 def _doubts(model: Model, params: Params, data: ClientData) -> Float[Array, "N"]:
-    """Return 1 - exp(-loss) of each position, which is 1 - p(y|x) for a classification."""
+    """Return 1 - exp(-loss) of each position, for instance 1 - p(y|x) for a classification."""
     # Forward passes alone can take larger batches than derivatives.
     batch = min(data.padded, 64)
 

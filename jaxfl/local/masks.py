@@ -37,7 +37,7 @@ def keep(mask: Tree, tree: Tree) -> Tree:
 
 
 def sparsify(mask: Tree, sent: Tree) -> Tree:
-    r"""Return :math:`M \odot a` for `sent` a, or NaN everywhere if a is not finite.
+    r"""Return :math:`M \odot a` for `sent` a, or NaN everywhere if the sum of a is not finite.
 
     The engine drops a client whose update is not finite. A mask might otherwise cut exactly the
     coordinates that are not finite.
@@ -122,7 +122,7 @@ def _number_of(mask: Bool[Array, "D"]) -> Float[Array, ""]:
 
 
 def top_k_masks(params: Params, layers: Iterable[str], density: Number) -> Tree:
-    """Return masks that keep the largest weights of each kernel, and all other parameters.
+    """Return masks that keep the largest weights of each kernel, and keep all other parameters.
 
     A kernel is a parameter of `layers` with two axes or more.
 

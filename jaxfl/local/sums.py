@@ -57,8 +57,8 @@ def computed(
 ) -> Shaped[Array, "N ..."]:
     """Return a function's values for a client's positions, block by block.
 
-    The number N of positions is that of the client, rounded up to full blocks. Blocks without an
-    example have zeros. Padding in other blocks has the values of inputs of 0.
+    The number N of positions is that of the client, rounded up to full blocks. Padding has zeros,
+    or the values of inputs of 0.
 
     Args:
         model: Network that prepares the inputs.

@@ -31,7 +31,7 @@ _RESTARTED: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar(
 """Optimizers with a schedule, collected by `restarted`. None outside of it."""
 
 _BLOCK_EXAMPLES = 128
-"""Number of examples that are gathered and laid out at once.
+"""Approximate number of examples that are gathered and laid out at once, in whole batches.
 
 It is so small that a small client among large ones stays cheap.
 """
@@ -58,7 +58,7 @@ class LocalSGD:
     Args:
         optimizer: Any optax transformation. A schedule in it starts again in every round, because
             its state does. With `optax.contrib.schedule_free`, training returns the weights for
-            evaluation.
+            evaluation, and `decay` must be None.
         batch_size: Number B of examples per step. The last batch of an epoch may be smaller.
         epochs: Number of passes over the client's examples, unless `steps` is given. 0 leaves the
             parameters unchanged.
@@ -159,8 +159,8 @@ def train(
     """Minimise a loss plus a penalty on one client's examples by minibatch steps.
 
     Every epoch visits each example once, in a fresh random order. The number of steps follows the
-    client's own number of examples, unless `local.steps` is given. Once weights have become NaN, no
-    further block of batches is trained.
+    client's own number of examples, unless `local.steps` is given. Training may end early once
+    weights have become NaN.
 
     Args:
         key: Key for the order of the examples, and for layers that draw.
@@ -181,7 +181,11 @@ def train(
 
     Returns:
         The trained parameters, and a dict of the mean `loss` over all steps, penalty included, and
-        the number of `steps`.
+        the number of `steps`. A client without examples takes no step, and has the loss 0.
+
+    Raises:
+        ValueError: The optimizer is `optax.contrib.schedule_free` with a decay, or for a part of
+            the parameters.
     """
     padded = data.padded
     optimizer = decayed(local.optimizer, local.decay, data)
@@ -351,7 +355,7 @@ def fit_layers(
     local: LocalSGD,
     layers: Collection[str],
 ) -> Params:
-    """Train the given layers alone. The optimizer reads no other layers, which keep their bits.
+    """Train the given layers alone. All other parameters keep their bits.
 
     Args:
         key: Key for the order of the examples, and for layers that draw.
@@ -383,7 +387,7 @@ def decayed(
 
 @contextlib.contextmanager
 def restarted() -> Iterator[list[optax.GradientTransformation]]:
-    """Yield a list that collects the optimizers with a schedule which are traced in the block."""
+    """Yield a list of the optimizers with a schedule for which the block calls `first_state`."""
     found: list[optax.GradientTransformation] = []
     token = _RESTARTED.set(found)
     try:
@@ -419,7 +423,8 @@ def weights_to_keep(state: Tree, params: Params, mask: Mask, steps: Int[Array, "
     Coordinates that are not trainable keep their bits.
 
     Raises:
-        ValueError: `optax.contrib.schedule_free` is applied to a part of the parameters only.
+        ValueError: `optax.contrib.schedule_free` is applied to a part of the parameters only, or
+            more than once.
     """
     free = schedule_free(state)
     if not free:

@@ -4,6 +4,7 @@ import csv
 import functools
 import gc
 import importlib.util
+import io
 import math
 import os
 import pathlib
@@ -438,3 +439,16 @@ def test_a_fifo_in_the_place_of_a_table_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "rows.csv")
     with pytest.raises(OSError, match="must be a regular file, got a fifo"):
         run(rounds=1, callbacks=[callbacks.csv(tmp_path / "rows.csv")])
+
+
+def test_a_text_that_a_disk_takes_in_parts_is_appended_as_one(tmp_path, monkeypatch):
+    class Short(io.FileIO):
+        def write(self, text):
+            return super().write(text[:3])
+
+    path = tmp_path / "rows.csv"
+    path.write_text("1,0.5\n")
+    monkeypatch.setattr(files.os, "fdopen", lambda number, *_, **__: Short(number, "wb"))
+    files.append_text(path, "2,0.25\n3,0.125\n")
+    monkeypatch.undo()
+    assert path.read_text() == "1,0.5\n2,0.25\n3,0.125\n"

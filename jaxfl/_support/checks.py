@@ -220,7 +220,8 @@ def check_array(name: str, value: Any) -> np.ndarray:
         array = np.asarray(value)
     except Exception:
         array = np.array(None)
-    if array.dtype.kind in "OUSMm" or (array.dtype.kind == "V" and array.dtype.names is not None):
+    kind = array.dtype.kind
+    if kind in "OUSMmT" or (kind == "V" and array.dtype.names is not None):
         raise TypeError(
             f"{name} must be an array of numbers, got {show(value)}. {_array_remedy(value, array)}"
         )

@@ -158,10 +158,17 @@ def append_metrics(path: Path, row: dict[str, Any]) -> None:
 
 
 def append_text(path: Path, text: str) -> None:
-    """Append a text to a regular file in one system call (see `open_regular`)."""
+    """Append a text to a regular file, in one system call if the disk has room.
+
+    Raises:
+        OSError: The file cannot be opened (see `open_regular`), or the disk is full.
+    """
     descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND)
+    rest = text.encode()
     with os.fdopen(descriptor, "wb", buffering=0) as file:
-        file.write(text.encode())
+        while rest:
+            # A nearly full disk takes a part, and then raises an error.
+            rest = rest[file.write(rest) :]
 
 
 def write_arrays(path: Path, arrays: Mapping[str, Any], *, compress: bool = True) -> None:

@@ -275,3 +275,9 @@ def test_masked_rows_of_clients_are_refused():
             "clients",
             make_clients(arrays(), [[0]], [[0]])._replace(inputs=np.ma.masked_less(arrays()[0], 3)),
         )
+
+
+def test_names_of_numpys_text_type_are_no_numbers():
+    names = np.array(["anna", "ben"], np.dtypes.StringDType())
+    with pytest.raises(TypeError, match=r"labels must be an array of numbers.*Number the names"):
+        iid(names, 2, seed=0)

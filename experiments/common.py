@@ -243,7 +243,7 @@ def run_each(
     eval_every: int | None = None,
     **options: Any,
 ) -> dict[str, list[Result]]:
-    """Run every method on the same clients for every seed.
+    """Run every method for every seed. All methods get the same clients for a seed.
 
     Each run has a folder of its own, from which it resumes.
 
@@ -284,7 +284,9 @@ def sweep_each(
     config: Mapping[str, Any],
     **options: Any,
 ) -> list[list[Result]]:
-    """Run a method with several values of its numbers, on the same clients for every seed.
+    """Run a method with several values of its numbers for every seed.
+
+    All points get the same clients for a seed.
 
     Args:
         method: Name of the run folders.

@@ -181,8 +181,8 @@ class Bench:
     def honest(self, schedule: str, mask: MaskFn | None) -> Build:
         """Return a builder of ADP-PFL with noise of the server.
 
-        The builder takes the clip bound and `least`, the noise multiplier in the round of the
-        largest budget. The noise of other rounds is larger, in proportion to 1 / budget.
+        The builder takes `clip`, and `least`, the noise multiplier in the rounds of the largest
+        budget. The noise multiplier of each round is in proportion to 1 / budget.
         """
         budgets = self.budgets(schedule)
 
@@ -360,8 +360,8 @@ class Bench:
         """Run local-only at the rate and number of passes that are best on held-out examples.
 
         Returns:
-            The chosen rate and passes, their score on held-out examples, and an accuracy for each
-            seed.
+            The chosen `learning_rate` and `passes`, the rate's scores on held-out examples by
+            passes (`validation`), and an accuracy for each seed (`local`).
         """
         rows, facts = trained_alone(
             self.model,

@@ -3,8 +3,9 @@
 python -m experiments.audit honest
 python -m experiments.audit published
 
-The task is digits, with a network of one hidden layer. Bounds have 95% confidence, so an honest
-statement may be refuted in at most one run of twenty. A claim that is refuted is false.
+The task is digits, with a network of one hidden layer. Bounds from below have 95% confidence, so on
+average at most one run of twenty refutes a true statement. A claim that every run refutes is very
+likely false.
 """
 
 import dataclasses

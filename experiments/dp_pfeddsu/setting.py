@@ -262,7 +262,7 @@ class Bench:
     def at_paper_clip(
         self, classes: int, methods: Sequence[str] = (*METHODS, PRINTED)
     ) -> list[Row]:
-        """Return rows of all methods at the paper's clip bound, for each epsilon of the tables."""
+        """Return rows of methods at the paper's clip bound, for each epsilon of the tables."""
         epsilons = BY_EPSILON[classes]
         return [
             row for method in methods for row in self.rows(method, classes, {"epsilon": epsilons})

@@ -108,7 +108,7 @@ def settings_of(place: Place, model: Model, linear: Model) -> dict[str, Setting]
         return build
 
     def balanced(model: Model, server: float | None = None, **options: Any) -> Algorithm:
-        """Return DP-FedAvg whose clients add their shares of classes to logits in rounds."""
+        """Return DP-FedAvg whose clients add logarithms of class shares to logits in rounds."""
         optimizer = optax.sgd(1.0) if server is None else optax.adam(server, b2=0.99)
         base = algorithms.dp_fedavg(model, server_optimizer=optimizer, **options)
         through = algorithms.prior_corrected(base, smoothing=0.0, train=True)

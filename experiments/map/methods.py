@@ -47,32 +47,32 @@ MOST_INPUTS = 512
 """Largest number of inputs for which DP ridge is measured."""
 
 SMOOTHING = 0.1
-"""Examples that the correction adds to every class of a client."""
+"""Number of examples that the correction adds to every class of a client."""
 
 FINE_TUNING_PASSES = 5
-"""Passes over a client's examples before the test, of everything that is fitted there."""
+"""Number of passes over a client's examples in everything that is fitted before the test."""
 
 PERSONAL_PASSES = 2
 """Passes of Ditto's and MR-MTL's personal models in a round."""
 
 START = (0.01, 0.5)
-"""Rates of training from the start."""
+"""Range of learning rates for training from the initial weights."""
 
 FURTHER = (0.003, 0.3)
-"""Rates of heads, and of training further."""
+"""Range of learning rates for heads, and for fine-tuning."""
 
 CLIPS = (0.1, 3.0)
 PENALTIES = (0.01, 1.0)
-"""Weights of the distance to the shared model."""
+"""Range of weights of the distance to the shared model."""
 
 STEPS = (0.3, 5.0)
-"""Rates of a single step in a round."""
+"""Range of learning rates for a single step in a round."""
 
 SCALING = (4.0, 40.0)
 """Penalties of the map with which a client translates logits before the test, in examples."""
 
 SCALING_IN_ROUNDS = (2.0, 60.0)
-"""Penalties of these maps in rounds."""
+"""Range of the penalties of these maps in rounds, in examples."""
 
 Way = Callable[[Algorithm], Algorithm]
 

@@ -36,7 +36,7 @@ GROUPS = 4
 """Number of groups of clients. A group has one rotation of pictures or permutation of labels."""
 
 LENGTH = 10.0
-"""Norm of the features of every picture."""
+"""Norm of the inputs of every example, if they are features, answers or characters."""
 
 WIDTH = 256
 """Number of features of a picture by the pretrained encoder."""
@@ -119,8 +119,9 @@ def clients_of(place: Place, seed: int) -> Clients:
 def clients_for_tuning(place: Place, seed: int) -> Clients:
     """Return clients that are tested on examples that final runs never test on.
 
-    The examples are a fifth of each client's training examples. If clients have too few, they come
-    from the half of the data's test examples that final runs leave out.
+    The examples are a fifth of each client's training examples. At places where clients have few
+    examples (`Place.few`), they are drawn from the half of the data's test examples that final runs
+    leave out.
     """
     if place.few:
         data = dataset(place, tuning=True)
@@ -305,7 +306,7 @@ def _alike(train: Rows, data: Dataset, size: int, generator: np.random.Generator
 def _by_owner(owners: np.ndarray, generator: np.random.Generator) -> tuple[Rows, Rows]:
     """Make a client of every owner in random order, tested on a fifth of the owner's examples.
 
-    The fifth is the same for every seed, and is not trained on.
+    The fifth is the same for every seed, has at least one example, and is not trained on.
     """
     train, test = [], []
     for owner in generator.permutation(np.unique(owners)):

@@ -57,7 +57,8 @@ def study(
         seeds: Final seeds. Without seeds there are no final runs.
 
     Returns:
-        `tuning`, a row for each way and epsilon, `rows` (see `final_rows`), and `seconds`.
+        `tuning`, a row for each way and epsilon, `rows` (see `final_rows`), and `seconds` of
+        processor time.
     """
     began = time.process_time()
     levels = [*epsilons, *([math.inf] if family.ceiling else [])] if family.private else [math.inf]
@@ -331,7 +332,7 @@ def _chosen(
 
 
 def _wider(place: Place, family: Family, tried: Scores, way: str, epsilon: float) -> set[Point]:
-    """Return two points beyond the grid for each number of the best point that lies at an end."""
+    """Return up to two points beyond the grid for each number of the best point at an end."""
     best = dict(_best(place, tried, way, epsilon)[0])
     found = set()
     for name, factor in _ends(family, best):

@@ -123,7 +123,7 @@ def split(
         densities: Severe densities of salt-and-pepper noise.
         classes: Number of classes of a client. None stands for identical distributions.
         seed: Seed of the partition and of the noise.
-        held_out: Whether the test examples are 5,000 training examples that no client has.
+        held_out: Whether the test examples are at most 5,000 training examples that no client has.
     """
     generator, count = np.random.default_rng(seed), setting.clients
     if classes is None:

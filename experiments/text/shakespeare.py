@@ -18,7 +18,10 @@ from jaxfl._support.checks import check_fraction, checked, count_from_0
 from jaxfl.data import Dataset, from_arrays
 
 CHARACTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
-"""The 80 characters of LEAF's Shakespeare task, a fixed list. Other characters count as spaces."""
+"""The 80 characters of LEAF's Shakespeare task, a fixed list.
+
+Other ASCII characters count as spaces, and characters beyond ASCII as question marks.
+"""
 
 PUBLIC = ("edward-iii", "pericles")
 """Public plays, the source of the vocabulary of words. They have no clients if words are predicted.
@@ -84,7 +87,7 @@ def speeches(play: str) -> list[tuple[str, str]]:
 
 
 def characters(text: str) -> Tokens:
-    """Return the index in `CHARACTERS` of each character of a text.
+    """Return the index in `CHARACTERS` of each character of a text, or that of its substitute.
 
     >>> characters("O!").tolist(), characters("~") == characters(" ")
     ([39, 2], array([ True]))

@@ -1,4 +1,4 @@
-"""Clients: lists of rows -> one example store with the clients' rows, and its layout on devices."""
+"""Clients: one store of examples, the rows of each client in it, and their layout on devices."""
 
 import functools
 from collections.abc import Sequence
@@ -50,9 +50,9 @@ def make_clients(
 ) -> Clients:
     """Put all examples into one store, training examples first, and give each client its rows.
 
-    The store is a copy of the examples in their dtype. Without test examples it is the given array
-    itself, which must then stay unchanged, and may be a memory map. A client adds only its row
-    numbers to memory.
+    The store is a copy of the examples, with at most 32 bits a number. Without test examples,
+    inputs that need no conversion are not copied: the store has the given array itself, which must
+    then stay unchanged, and may be a memory map. A client adds only its row numbers to memory.
 
     A client may have no examples. Test lists may overlap, but training lists may not, because a
     training example has one owner.
@@ -68,8 +68,10 @@ def make_clients(
         rows, and sizes [C].
 
     Raises:
-        ValueError: The numbers of lists differ, or there are no training examples at all. A list is
-            not a vector of whole numbers, goes beyond the data, or repeats a row.
+        ValueError: The numbers of lists differ, or no list has a training example. A list is not a
+            vector of whole numbers, goes beyond the data, or repeats a row. Two training lists
+            share a row. The arrays of `data` do not fit together.
+        TypeError: `data` is neither a dataset nor four arrays.
 
     Example:
         >>> from jaxfl.data import iid, load, matching
@@ -106,7 +108,7 @@ def _clients_in_lists(name: str, value: Any) -> Clients:
 
 
 def in_lists(clients: Clients) -> Clients:
-    """Return the clients with their rows as `Lists`. A matrix of rows becomes them uncopied."""
+    """Return the clients with their rows as `Lists`. A matrix of rows on the host is not copied."""
 
     def lists_of(rows: Any) -> Lists:
         return rows if isinstance(rows, Lists) else Lists.of(rows)
@@ -205,6 +207,9 @@ def leave_out(clients: Clients, share: float = 0.1, *, seed: int) -> tuple[Clien
             client.
         seed: Seed of the draw.
 
+    Returns:
+        The participants, and the clients that are left out.
+
     Raises:
         ValueError: There is a single client.
 
@@ -241,7 +246,7 @@ def _draws(seed: int, size: Int[np.ndarray, "C"]) -> Float64[np.ndarray, "R"]:
     """Draw a number in [0, 1) for each of R examples, client by client.
 
     The numbers are those of a matrix [C, max size] of draws, without padding. A client's draws
-    therefore depend on its index and the largest size, but on no other client's size.
+    therefore depend on the seed, on its index, and on the largest size of all clients.
     """
     generator = np.random.default_rng(seed)
     widest = int(size.max())
@@ -255,7 +260,7 @@ def _draws(seed: int, size: Int[np.ndarray, "C"]) -> Float64[np.ndarray, "R"]:
 
 @checked(clients=_clients_in_lists, own=functools.partial(check_counts, least=0))
 def shard(clients: Clients, shards: int, own: Sequence[int] | None = None) -> Clients:
-    """Return clients laid out so that an equal split of each leading axis fits the devices.
+    """Return clients whose arrays split into equal blocks on the first axis, one for each device.
 
     Each device then gets its own clients with their examples.
 

@@ -54,9 +54,9 @@ def salt_and_pepper(
     is one value. Black and white are 0 and 255 in uint8 inputs, and the least and the largest value
     of all `inputs` in floating ones.
 
-    The noise of a row depends only on the seed and the row's number. It does not depend on other
-    rows, on their order, or on other inputs. A higher density corrupts the same pixels as a lower
-    one, in the same way, and more of them.
+    Which pixels of a row become black or white depends only on the seed, the row's number, the
+    shape of an input, and the density. A higher density corrupts the same pixels as a lower one, in
+    the same way, and more of them.
 
     Args:
         inputs: Inputs `[D, ...]`, uint8 or floating. They are not changed.
@@ -68,7 +68,8 @@ def salt_and_pepper(
         A copy of `inputs` with the rows corrupted.
 
     Raises:
-        ValueError: The density is outside [0, 1], or a row is outside the inputs.
+        ValueError: The density is outside [0, 1], or a row is outside the inputs or given twice.
+            Inputs are neither uint8 nor finite floating numbers.
 
     Example:
         >>> gray = np.full((3, 8, 8, 1), 100, np.uint8)
@@ -108,7 +109,8 @@ def corrupt_clients(
 
     Raises:
         ValueError: There are more or fewer densities than clients, a density is outside [0, 1], or
-            a row is outside the inputs or in two lists.
+            a row is outside the inputs or in the lists twice. Inputs are neither uint8 nor finite
+            floating numbers.
 
     Example:
         >>> gray = np.full((2, 8, 8, 1), 100, np.uint8)
@@ -147,7 +149,7 @@ def corrupt_clients(
 
 @checked(labels=not_empty(check_labels), rows=check_array)
 def flip_labels(labels: np.ndarray, rows: np.ndarray, *, classes: int) -> np.ndarray:
-    """Return labels in which class k of the given rows has become K - 1 - k.
+    """Return labels `[D]` of int32 in which class k of the given rows has become K - 1 - k.
 
     The labels of dishonest clients may be flipped in this way.
 

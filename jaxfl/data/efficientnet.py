@@ -78,7 +78,7 @@ def efficientnet_lite0(width: int | None = None) -> Encoder:
 
     Features are the means over positions before the layer of classes. The published network takes
     224x224 pictures. Smaller pictures are faster, but have worse features. The weights are read
-    once, when features are computed, and not when the encoder is made.
+    when features are computed, and not when the encoder is made.
 
     Args:
         width: Number of features, from 1 to 1,000. They are coordinates along the directions in
@@ -153,7 +153,8 @@ class _EfficientNet(nn.Module):
 class _InvertedResidual(nn.Module):
     """Block of a dense layer to more channels, a depthwise convolution, and a dense layer to fewer.
 
-    The input is added if it has the shape of the output.
+    An `expand` of 1 leaves out the first dense layer. The input is added if it has the shape of the
+    output.
     """
 
     size: int
@@ -214,7 +215,7 @@ def _padding(side: int, size: int, stride: int) -> tuple[int, int]:
 
 
 def _weights() -> Params:
-    """Return the weights from the cache folder, or from the package, and then cache them."""
+    """Return the weights from the cache folder, or else from the package, and then cache them."""
     name = f"encoders/efficientnet_lite0-{_WEIGHTS_VERSION}-{_WEIGHTS_HASH[:16]}.npz"
     pictures = jax.ShapeDtypeStruct((1, 32, 32, 3), np.float32)
     variables: Any = jax.eval_shape(_EfficientNet().init, jax.random.key(0), pictures)

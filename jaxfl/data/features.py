@@ -99,13 +99,12 @@ def features(
 ) -> Dataset:
     """Replace each picture or text by its features, a vector from a public pretrained encoder.
 
-    A linear model on such features, `jaxfl.models.mlp((F,), classes, hidden=())`, is small, and
-    trains in seconds.
+    A linear model on such features is `jaxfl.models.mlp((F,), classes, hidden=())`.
 
     Features are cached in a folder (`JAXFL_CACHE_DIR`, by default `~/.cache/jaxfl`) under a hash of
-    the inputs, the size, and the encoder's name and version. A second call computes nothing. A
-    damaged file is computed again. If the folder cannot be written, features are not cached, and
-    nothing is raised. The folder `features` in the cache can be deleted at any time.
+    the inputs, the size, and the encoder's name, version and width. Cached features are not
+    computed again, unless their file is damaged. If the folder cannot be written, features are not
+    cached, and nothing is raised. The folder `features` in the cache can be deleted at any time.
 
     Pictures are resized by `jax.image.resize` (bilinear), and grey ones repeated to 3 channels.
     Texts are given as tokens, which `minilm_tokens` makes for the encoder `minilm`.
@@ -123,7 +122,8 @@ def features(
         progress: Whether a bar shows on a terminal.
 
     Returns:
-        The dataset with inputs `[n, F]` of float32, and with unchanged labels and owners.
+        The dataset with inputs `[n, F]` of float32, with unchanged labels and owners, and with the
+        encoder in its name.
 
     Guarantee:
         A client computes the features of its own inputs, so epsilons do not change. They do not

@@ -32,14 +32,14 @@ A column with more of them is an identifier, or numbers that were read as text.
 class ColumnEncoding(NamedTuple):
     """Encoding of a frame's column: the inputs that it becomes, as `from_frame` describes them.
 
-    The fields are values that JSON can hold: `json` can write `_asdict()`, and
-    `ColumnEncoding(**values)` restores the encoding.
+    If JSON can hold the categories, `json` can write `_asdict()`, and `ColumnEncoding(**values)`
+    restores the encoding.
     """
 
     column: str
     """Name of the column."""
     categories: Sequence[Any] | None = None
-    """Values that each become an input of 0 or 1. None stands for a column of numbers."""
+    """Values that each become an input of 0 or 1. None stands for numbers or booleans."""
     bounds: tuple[float, float] | None = None
     """Lower and upper bound that become -1 and 1. None scales by `mean` and `deviation` instead."""
     mean: float = 0.0
@@ -201,9 +201,10 @@ def from_frame(
             owners out.
         inputs: Names of the columns that become inputs. None takes all but `label` and `owner`.
         test: Test rows: another frame with these columns, or a share in (0, 1). The share of each
-            owner's rows, rounded, is drawn at random. None makes no test rows.
+            owner's rows, rounded, is drawn at random: at least one row if there are several, and
+            never all. None makes no test rows.
         seed: Seed of the draw.
-        bounds: Lower and upper bound of columns of numbers.
+        bounds: Lower and upper bound of input columns of numbers.
         categories: Values of columns, in the order of their inputs, or of the label's classes. Any
             column may be listed, numbers too. Other values of an input become zeros.
         name: Name of the dataset in reports.
@@ -216,7 +217,9 @@ def from_frame(
 
     Raises:
         ValueError: A column does not exist, or has dates, infinite numbers or values of several
-            kinds. A label is missing. A column has more than 100 names, and is not listed.
+            kinds. Columns differ in length, or have no rows. A label is missing, or is not among
+            its `categories`. A column has more than 100 names without `categories`, or has `bounds`
+            although it has names or `categories`.
         TypeError: `frame` has no columns, or an argument has the wrong type.
 
     Example:
@@ -273,9 +276,9 @@ def _check_encoding(name: str, value: Any) -> tuple[ColumnEncoding, ...]:
 def encode_frame(frame: Any, encoding: Sequence[ColumnEncoding]) -> Float32[np.ndarray, "n F"]:
     """Return the inputs of further rows, such as new patients, for a model that has been trained.
 
-    The rows need no label. They are encoded as the rows of `from_frame` were: with its bounds,
+    The rows need no label. They are encoded as the rows of `from_frame` were: with the same bounds,
     means, standard deviations and categories. A name that is none of the categories becomes zeros.
-    A gap becomes 0, also in a column that had no gaps then.
+    A gap becomes 0, even in a column that had no gaps in `from_frame`.
 
     Args:
         frame: Frame of pandas or polars, or a dict of columns. Columns that are not in the encoding
@@ -285,7 +288,7 @@ def encode_frame(frame: Any, encoding: Sequence[ColumnEncoding]) -> Float32[np.n
     Raises:
         ValueError: A column is missing, or has dates, infinite numbers, or values of another kind
             than before.
-        TypeError: `frame` has no columns, or `encoding` is none.
+        TypeError: `frame` has no columns, or `encoding` is not a sequence of `ColumnEncoding`.
 
     >>> data = from_frame({"age": [40.0, 60.0], "sick": [0, 1]}, label="sick")
     >>> encode_frame({"age": [50.0, 60.0]}, data.encoding).tolist()
@@ -472,7 +475,7 @@ def _with_test(name: str, train: _Column, test: _Column) -> _Column:
     """Return a column with training rows, then test rows. Its kind is that of training rows.
 
     Raises:
-        ValueError: Only one of both has names.
+        ValueError: Only one of `train` and `test` has names, and neither consists of gaps.
     """
     kinds = {train.kind, test.kind}
     if len(kinds) > 1 and "name" in kinds and not (train.missing.all() or test.missing.all()):

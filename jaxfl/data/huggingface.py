@@ -46,13 +46,15 @@ def from_huggingface(
         owner: Name of the column with owners, names or whole numbers.
         input: Name of the column with inputs: pictures of one size, numbers, or lists of numbers of
             one length.
-        label: Name of the column with labels. Names are numbered in alphabetical order.
+        label: Name of the column with labels. Labels that are names are numbered in alphabetical
+            order, over both splits.
         train: Name of the training split.
         test: Name of the test split. A `DatasetDict` without it gives no test examples.
 
     Raises:
-        ValueError: A split or a column does not exist, or inputs differ in shape.
-        TypeError: `dataset` is not a dataset, or inputs are texts.
+        ValueError: A split or a column does not exist, inputs are not numbers or differ in shape,
+            or a label is None.
+        TypeError: `dataset` is not a dataset, inputs are texts, or an owner is missing.
 
     >>> class Stored(dict):
     ...     column_names = property(list)

@@ -35,7 +35,8 @@ def from_leaf(folder: str | os.PathLike[str]) -> Dataset:
     """Read a task of LEAF from the JSON files that its scripts wrote, with users as owners.
 
     The folder has subfolders `train` and `test`, as `preprocess.sh` leaves them in `data`. Without
-    them, its own files are training examples.
+    `train`, the JSON files of the folder itself are training examples. Without `test`, there are no
+    test examples.
 
     - FEMNIST: 784 numbers become a picture `[28, 28, 1]` of float32, and classes are labels.
     - Shakespeare: texts of L characters become numbers `[L]`, which are positions in
@@ -47,7 +48,8 @@ def from_leaf(folder: str | os.PathLike[str]) -> Dataset:
         folder: Folder of the data.
 
     Raises:
-        ValueError: There is no JSON file, a file is not LEAF's, or inputs are words.
+        ValueError: There is no JSON file, a file is not LEAF's, or inputs are words or differ in
+            length.
 
     References:
         Caldas et al. 2019, "LEAF: a benchmark for federated settings" (arXiv:1812.01097).
@@ -72,7 +74,7 @@ def from_leaf(folder: str | os.PathLike[str]) -> Dataset:
 
 
 def _read_leaf_split(folder: Path) -> _Split:
-    """Read all JSON files of a folder, in the order of their names."""
+    """Return the examples of all JSON files of a folder, in the order of the files' names."""
     files = sorted(folder.glob("*.json"))
     if not files:
         raise ValueError(

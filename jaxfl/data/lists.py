@@ -30,7 +30,7 @@ def _check_token_lists(name: str, value: Any) -> Sequence[Any]:
 
 
 def _is_list(value: Any) -> bool:
-    """Return whether a value is a list, an array with an axis, or a column of a frame."""
+    """Return whether a value has a length, as lists, texts, columns and arrays with an axis do."""
     has_length = hasattr(value, "__len__") and not isinstance(value, type)
     return has_length and getattr(value, "ndim", 1) > 0
 
@@ -73,8 +73,8 @@ def from_lists(
 
     Without `labels` the examples are for a language model, whose task is
     `jaxfl.tasks.next_token()`. A list is cut into windows of L tokens, and the labels of a window
-    are the tokens that follow each of its positions. Where a list ends within a window, the input
-    is 0 and the label -1, which does not count. A list of a single token makes no example.
+    are the tokens that follow each of its positions. A position without a next token has the input
+    0, and the label -1, which does not count. A list with fewer than two tokens makes no example.
 
     With `labels`, each list is one example of a classification or a regression. Only its first L
     tokens count. A shorter list has zeros in front of it, so that the last position, after which
@@ -101,7 +101,8 @@ def from_lists(
 
     Raises:
         ValueError: Numbers of users, lists and labels differ. A token is not a whole number of at
-            least 0, or is a str without `vocabulary`. No list makes an example.
+            least 0, or is a str without `vocabulary`. A vocabulary has a token twice. No list makes
+            an example.
         TypeError: An argument has the wrong type.
 
     Example:

@@ -38,6 +38,7 @@ NAMES = (
     "emnist",
     *EMNIST,
 )
+"""Names of the datasets that `load` reads."""
 
 _CACHE_FORMAT = 1
 """Version of the format of cached arrays, part of their key."""
@@ -56,8 +57,8 @@ class Dataset(NamedTuple):
     """Training and test examples of one task.
 
     Labels `[n]` of whole numbers are classes, from 0 to classes - 1. Other labels are floating
-    numbers `[n]`, or `[n, ...]`. Their `classes` is 0, and they need a model with another task (see
-    `jaxfl.tasks`).
+    numbers `[n]`, or floating or whole numbers `[n, ...]`. Their `classes` is 0, and they need a
+    model of a task other than classification (see `jaxfl.tasks`).
     """
 
     train_inputs: Integer[np.ndarray, "n ..."] | Float32[np.ndarray, "n ..."]
@@ -85,7 +86,8 @@ def check_labels(
         name: Name of the argument, for errors.
         labels: Labels of classes, or other whole numbers such as owners.
         length: Number of labels. None accepts any number.
-        classes: Number of classes, which every label is below. None accepts all of int32.
+        classes: Number of classes. Every label must be below it. None accepts any label up to the
+            largest number of int32.
     """
     labels = check_array(name, labels)
     if labels.ndim != 1 or (length is not None and len(labels) != length):
@@ -327,8 +329,10 @@ def from_arrays(
         test_owner: Owner `[m]` of each test example, or None.
 
     Raises:
-        ValueError: Lengths, shapes or dtypes do not fit, inputs are NaN or infinite, or labels are
-            out of range.
+        ValueError: Lengths, shapes or dtypes do not fit, there is no training example, inputs are
+            NaN or infinite, or labels are out of range. `classes` is given, and labels are not
+            classes.
+        TypeError: An array has no numbers, or an owner is neither a name nor a whole number.
 
     Example:
         >>> inputs = np.zeros((4, 8, 8, 1), np.uint8)
@@ -423,7 +427,8 @@ def find_prepared(name: str, data_dir: str | os.PathLike[str] | None) -> Path:
         data_dir: Folder of prepared datasets. None stands for the default of `load`.
 
     Raises:
-        ValueError: The folder has no prepared copy.
+        ValueError: The folder has no prepared copy, or its path begins with the home of an unknown
+            user.
     """
     named = data_dir or os.environ.get("JAXFL_DATA_DIR") or os.environ.get("TFDS_DATA_DIR")
     given = named or "~/tensorflow_datasets"
@@ -576,7 +581,7 @@ def _cache_file(name: str, folder: Path) -> str:
 
 
 def _read_cache(cached: str) -> dict[str, Any] | None:
-    """Return the cached arrays, or None if there are none or if their zip file is damaged."""
+    """Return the cached arrays, or None if their file is missing, damaged or incomplete."""
     try:
         with opened(cache_folder() / cached) as raw, np.load(raw) as file:
             return {field: file[field] for field in (*Dataset._fields[:4], "classes")}

@@ -62,7 +62,7 @@ class Embeddings(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and two dense layers, each followed by its shortcut and a normalisation."""
+    """Attention, then two dense layers. A shortcut and a normalisation follow each part."""
 
     @nn.compact
     def __call__(
@@ -165,11 +165,12 @@ def minilm_tokens(texts: Sequence[str], *, length: int = 64) -> Int[np.ndarray, 
             `features` takes some 20 ms for a text of 64 tokens on one core.
 
     Returns:
-        Tokens of int32, which are inputs for `from_arrays`.
+        Tokens [n, L] of int32, which are inputs for `from_arrays`.
 
     Raises:
         TypeError: `texts` is not a sequence of texts.
-        ValueError: `length` is out of range, a text is not valid Unicode, or a package is missing.
+        ValueError: `length` is out of range, a text is not valid Unicode, or a package is missing
+            or has another file.
 
     Example:
         >>> minilm_tokens(["To be, or not to be"], length=8)  # doctest: +SKIP

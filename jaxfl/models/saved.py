@@ -60,10 +60,11 @@ def save_models(path: pathlib.Path, models: Sequence[TrainedModel], about: dict[
     Args:
         path: The file. One that `save_models` wrote before is replaced.
         models: One model, or a model of each client, whose arrays are stacked.
-        about: What the models are, ready for JSON (see `TrainedModel`).
+        about: Description of the models as JSON values (see `TrainedModel`). Its `client` is "all"
+            if the file holds a model of each client.
 
     Raises:
-        ValueError: The path belongs to something else. It stays unchanged.
+        ValueError: The path belongs to something else, which stays unchanged.
     """
     # Replacing a file of another program would lose the user's work.
     if kind(path) is not None and (found := _foreign(path)):
@@ -108,7 +109,7 @@ def _arrays_of(models: Sequence[TrainedModel], *, stacked: bool) -> Arrays:
 def load_model(
     path: str | os.PathLike, *, model: Model | None = None, client: int | None = None
 ) -> TrainedModel:
-    """Load a model that `Result.save` wrote, which predicts as it did before, to the bit.
+    """Load a model that `Result.save` wrote, and return it with the same weights, to the bit.
 
     Args:
         path: The file.
@@ -120,8 +121,9 @@ def load_model(
             for the only model of the file.
 
     Raises:
-        ValueError: The file is missing, damaged or none of `Result.save`, its arrays do not fit the
-            network, or it holds no model of that client.
+        ValueError: The file is missing, damaged, of another format, or not written by
+            `Result.save`. Its arrays do not fit the network, or no network is given and none can be
+            built. The file holds no model of that client, or several models and no client is given.
 
     >>> import tempfile
     >>> from jaxfl import simulate
@@ -313,7 +315,9 @@ def _described_array(array: Any) -> str:
 
 
 def _network_recipe(network: Model, params: Params, arrays: Arrays) -> dict[str, Any] | None:
-    """Return the recipe by which a builder makes a network of these weights, as JSON, or None.
+    """Return the recipe by which a builder makes a network of these weights, as JSON.
+
+    None stands for a network that no builder makes with weights of these names and shapes.
 
     Args:
         network: The network.

@@ -1,8 +1,8 @@
 """Networks over tokens: a recurrent network and a transformer.
 
-Inputs are integers [D, L] of any type, bytes included, below the size of the vocabulary. Outputs
-are [B, L, K] or [B, K]. The former are predictions at every position from the tokens up to it
-(`jaxfl.tasks.next_token`). The latter are one prediction after the last token.
+Inputs are whole numbers [B, L] of any type, bytes included, at least 0 and below the size of the
+vocabulary. Outputs are [B, L, K] or [B, K]. The former are predictions at every position from the
+tokens up to it (`jaxfl.tasks.next_token`). The latter are one prediction after the last token.
 """
 
 import math
@@ -73,9 +73,10 @@ def transformer(
     heads: int = 4,
     every: bool = True,
 ) -> Model:
-    """Return a causal transformer with learned positions, GELU, no dropout, and a head of its own.
+    """Return a causal transformer with learned positions, GELU, no dropout, and a dense head.
 
-    Layer normalisation comes before each part of a block.
+    Layer normalisation comes before each part of a block. The head shares no weights with the
+    embeddings.
 
     Args:
         vocabulary: V, the number of different tokens.

@@ -34,7 +34,8 @@ class TrainedModel:
             `round` is the number of rounds that trained the model. `keep` is "best" if test scores
             chose this round. `client` is None for the global model, and otherwise the number of the
             client whose model this is. `privacy` says which epsilon covers the weights. `statement`
-            is the run's privacy statement, or None if it does not cover them.
+            is the run's privacy statement, or None if it does not cover them. `versions` has the
+            versions of the packages that affect results.
 
     >>> from jaxfl import simulate
     >>> from jaxfl.algorithms import fedavg

@@ -65,19 +65,18 @@ def from_flax(
         prepare: Function from a stored batch to the module's input, for instance
             `lambda x: x.astype(jnp.int32)` for tokens that are stored as bytes.
         task: Task of the outputs (see `jaxfl.tasks`).
-        form: Form of convolutions and pooling (see `jaxfl.models.layers`). "winograd" suits
-            CPUs, where it is many times as fast. On GPUs "im2col" suits networks that pool, and
-            "grouped" suits residual networks with square kernels. Any other form evaluates the
-            module as it is. The default is "winograd" on a CPU, "im2col" on a GPU, and "lax" on a
-            TPU.
+        form: Form of convolutions and pooling (see `jaxfl.models.layers`). "winograd" suits CPUs.
+            On GPUs "im2col" suits networks that pool, and "grouped" suits residual networks with
+            square kernels. Any other form evaluates the module as it is. The default is "winograd"
+            on a CPU and "im2col" on a GPU. On a TPU it evaluates the module as it is.
         vocabulary: Number of rows of the table that the inputs index. A run raises a ValueError for
-            inputs outside [0, vocabulary). The default is the size of the table that the traced
-            program indexes by its unchanged inputs, if there is one.
+            inputs outside [0, vocabulary). The default is the number of rows of the smallest table
+            that the traced program indexes by its unchanged inputs, if there is one.
 
     Raises:
         ValueError: The module does not take a batch of this shape, or does not return [B, ...]. It
-            has no parameters, keeps more than parameters, or draws in evaluation. It has no layer
-            of a name in `head`.
+            has no parameters, keeps more than parameters, or draws in evaluation. `head` is empty,
+            or has a name that no layer has.
 
     >>> def flat(x):
     ...     return x.reshape(len(x), -1)
@@ -142,7 +141,7 @@ def from_nnx(
     Args:
         module: Function of `nnx.Rngs`, such as `lambda rngs: Net(10, rngs=rngs)`, whose
             parameters a run draws from its key. Or an instance, whose own parameters start every
-            run. It has no variables other than `nnx.Param`.
+            run. The module has no variables other than `nnx.Param` and the streams of `nnx.Rngs`.
         input_shape: Shape of one example.
         head: Names of the layers that form the head. The default is the last one.
         name: Name of the model in reports. The default is the module's class.
@@ -154,10 +153,10 @@ def from_nnx(
             the traced program (see `from_flax`).
 
     Raises:
-        TypeError: The function returns no `nnx.Module`.
+        TypeError: `module` is neither an `nnx.Module` nor a function that returns one.
         ValueError: The module does not take a batch of this shape, or does not return [B, ...]. It
-            has no parameters, keeps more than parameters, or draws in evaluation. It has no layer
-            of a name in `head`.
+            has no parameters, keeps more than parameters, or draws in evaluation. `head` is empty,
+            or has a name that no layer has.
 
     >>> def network(rngs):
     ...     return nnx.Sequential(nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 3, rngs=rngs))
@@ -379,6 +378,9 @@ def _first_taken(
         made: Function of a key and inputs that returns variables and outputs.
         kind: Name of the module's class, for errors.
         input_shape: Shape of one example.
+
+    Raises:
+        ValueError: The module takes neither float32 nor int32 inputs of this shape.
     """
 
     def trace(dtype: Any) -> tuple[core.ClosedJaxpr, Any]:

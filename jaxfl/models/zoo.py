@@ -1,4 +1,4 @@
-"""Networks of the papers, by name."""
+"""Networks of the papers and for small tests, and `build`, which makes one by its name."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -224,8 +224,11 @@ def lenet(input_shape: Shape = (32, 32, 3), classes: int = 10, form: Form | None
     Args:
         input_shape: Shape (H, W, C) of an example.
         classes: Number of logits.
-        form: Form of convolutions (see `jaxfl.models.layers`). The default is the best for the
-            devices of a run. "lax" supports forward-mode differentiation.
+        form: Form of convolutions (see `jaxfl.models.layers`). The default is that of the devices
+            of a run. "lax" supports forward-mode differentiation.
+
+    Raises:
+        ValueError: The shape is so small that no pixel is left after the convolutions.
 
     >>> sum(a.size for a in jax.tree.leaves(lenet().init(jax.random.key(0))))
     62006
@@ -241,14 +244,18 @@ def lenet_groupnorm(
 ) -> Model:
     """Return LeNet with GroupNorm after every hidden layer.
 
-    Its features have the same scale for any weights. Convolutions have no bias.
+    The scale of its features does not depend on that of the kernels before GroupNorm. Convolutions
+    have no bias.
 
     Args:
         input_shape: Shape (H, W, C) of an example.
         classes: Number of logits.
         groups: Number of groups of GroupNorm, 1 or 2.
-        form: Form of convolutions (see `lenet`). The default is the best for the devices of a
-            run.
+        form: Form of convolutions (see `lenet`). The default is that of the devices of a run.
+
+    Raises:
+        ValueError: `groups` is neither 1 nor 2, or the shape is so small that no pixel is left
+            after the convolutions.
 
     >>> lenet_groupnorm().layers[:4]
     ('conv_0', 'norm_0', 'conv_1', 'norm_1')
@@ -290,8 +297,7 @@ def feddpa_cnn(
         dataset: Name of the dataset.
         classes: Number of logits. The default is the dataset's number of classes: 100 for
             cifar100, 62 for emnist and femnist, and 10 for the others.
-        form: Form of convolutions (see `lenet`). The default is the best for the devices of a
-            run.
+        form: Form of convolutions (see `lenet`). The default is that of the devices of a run.
 
     Deviations from the paper: the published networks name dropout layers, and this one has none.
         The published code's Fisher pass switches dropout off and nothing switches it on again, so
@@ -326,8 +332,10 @@ def digits_cnn(
     Args:
         input_shape: Shape (H, W, C) of an example.
         classes: Number of logits.
-        form: Form of convolutions (see `lenet`). The default is the best for the devices of a
-            run.
+        form: Form of convolutions (see `lenet`). The default is that of the devices of a run.
+
+    Raises:
+        ValueError: The shape is so small that no pixel is left after the convolutions.
     """
     convolutions = [{"features": n, "size": 3, "padding": 1} for n in (8, 16)]
     return _cnn("digits_cnn", convolutions, (32,), input_shape, classes, form)
@@ -348,8 +356,10 @@ def resnet20(
         classes: Number of logits.
         groups: Number of groups of GroupNorm, a divisor of 16. GroupNorm replaces BatchNorm,
             whose running statistics a client would send without clipping.
-        form: Form of convolutions (see `lenet`). The default is the best for the devices of a
-            run.
+        form: Form of convolutions (see `lenet`). The default is that of the devices of a run.
+
+    Raises:
+        ValueError: `groups` does not divide 16.
 
     References:
         He et al., Deep Residual Learning for Image Recognition, CVPR 2016 (section 4.2, option A).

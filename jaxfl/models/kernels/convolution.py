@@ -11,9 +11,9 @@ output rows y needs m + k - 1 products (the points) instead of m k,
 
     y = A^T [(G u) * (B x)],   x of m + k - 1 rows, u the k taps,
 
-which about halves both operations and patches. There is only one point, and the patches also hold
-the rows of the kernel, where filtering does not pay. The same holds where products are rounded to
-less than float32, because filtering loses two digits.
+which about halves both operations and patches. Where filtering does not pay, there is only one
+point, and the patches also hold the rows of the kernel. The same holds where products are rounded
+to less than float32, because filtering loses two digits.
 
 This layout lets XLA's CPU loops run once over long contiguous rows.
 
@@ -348,11 +348,11 @@ def _split_rows(y: Array, rows: int, tiles: int) -> list[Array]:
 
 
 def _kernel_squares(x: Array, dy: Array, shape: tuple[int, ...], pairs: bool) -> Array:
-    """Return sum_n (P_n dY_n^T)^2 of padded x and dy (n, f, h, w), each example's squared gradient.
+    """Return sum_n (P_n dY_n^T)^2, the sum over examples of squared gradients of the kernel.
 
-    The products need the batch first. Moving it there is slow, so x and dy are moved, not the
-    patches. Patches hold the rows and columns of the kernel, because transforms to points would
-    take longer than such small products.
+    The input x (c, H, W, n) is padded, and dy is (n, f, h, w). The products need the batch first.
+    Moving it there is slow, so x and dy are moved, not the patches. Patches hold the rows and
+    columns of the kernel, because transforms to points would take longer than such small products.
     """
     x = _batch_first(x)
     n, f, high, wide = dy.shape
@@ -421,7 +421,8 @@ def _pool(rows: list[Array], plan: _Plan, pairs: bool) -> tuple[Array, Array]:
 def _windows(above: Array, below: Array, pairs: bool) -> tuple[Array, Array]:
     """Return the maximum of each window, and its position, from the windows' upper and lower rows.
 
-    The first half of the channels holds the left columns of pairs, the second half the right ones.
+    With `pairs`, the first half of the channels holds the left columns of pairs, and the second
+    half the right ones.
     """
     f, tiles, wide, n = above.shape
     if pairs:

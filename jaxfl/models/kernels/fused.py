@@ -355,7 +355,9 @@ def launch(
 
 
 def _tile(features: int, sums: int, lanes: int) -> int:
-    """Return the largest divisor of `features` whose sums fit the registers of a program.
+    """Return the largest divisor of `features`, up to `_PER_WORD`, whose sums fit the registers.
+
+    If the sums of a single feature do not fit, the result is 1.
 
     Args:
         features: Number of all features.

@@ -219,6 +219,6 @@ def _largest_jvp(axes: tuple[int, ...], windows: tuple[Array], changes: tuple[Ar
 
 
 def _places(windows: Array, axes: tuple[int, ...]) -> Int[np.ndarray, "..."]:
-    """Return the numbers 0 to 3, in reading order, on the axes of places, with 1 on other axes."""
+    """Return the numbers 0 to 3, in reading order, on the axes of places. Others have length 1."""
     sides = [side if i in axes else 1 for i, side in enumerate(windows.shape)]
     return np.arange(4, dtype=np.int8).reshape(sides)

@@ -352,7 +352,9 @@ def test_values_with_a_comma_between_them_get_a_hint(monkeypatch, capsys):
         (["report", "/no/such/file"], "folder must be the folder of a run, a sweep or a comparison, got '/no/such/file'"),
     ],
 )  # fmt: skip
-def test_a_fault_is_one_line_and_exit_code_2(monkeypatch, capsys, words, named):
+def test_a_fault_is_one_line_and_exit_code_2(monkeypatch, capsys, tmp_path, words, named):
+    monkeypatch.setenv("JAXFL_DATA_DIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["jaxfl", *words])
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     assert exit_code() == 2

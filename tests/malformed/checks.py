@@ -221,6 +221,7 @@ KINDS: dict[str, Callable[..., Kind]] = {
     "_check_rate": of_fraction,
     "check_noise": of_noise,
     "_check_noise": of_noise,
+    "_check_multiplier": same(1.0, inside(0, 1e8, 0, 1e8), NUMBERS, [2e8]),
     "check_choice": of_choice,
     "check_instance": of_instance,
     "check_numbers": of_numbers,

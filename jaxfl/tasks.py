@@ -724,7 +724,7 @@ def _mean_auc(histograms: Float[Array, "2 K bins"]) -> Float[Array, ""]:
 
 
 def _check_exact(exact: int) -> None:
-    if not isinstance(exact, int) or not 1 <= exact <= _MOST_EXACT:
+    if type(exact) is not int or not 1 <= exact <= _MOST_EXACT:
         raise ValueError(
             f"exact must be a whole number from 1 to {_MOST_EXACT}, got {exact!r}. "
             "Give the largest number of test examples of a client."

@@ -202,6 +202,7 @@ def test_intervals_have_the_true_area_as_often_as_they_say():
     ("call", "message"),
     [
         (lambda: tasks.classification(exact=0), "exact must be a whole number from 1 to 65535, got 0"),
+        (lambda: tasks.classification(exact=True), "exact must be a whole number from 1 to 65535, got True"),
         (lambda: tasks.multi_label(exact=70_000), "exact must be .* got 70000"),
         (lambda: tasks.classification(class_weights=(1, 0)), "class_weights must be .* above 0"),
         (lambda: tasks.classification(class_weights=BAD), "class_weights must be .* got 'ab'"),

@@ -131,6 +131,8 @@ def corrupt_clients(
             f"lists must be disjoint, got row {different_rows[counts > 1][0]} twice. "
             "Leave it out of all lists but one."
         )
+    if not len(rows):
+        return inputs.copy()
     of_bytes = inputs.dtype == np.uint8
     low = 0 if of_bytes else inputs.min()
     high = 255 if of_bytes else inputs.max()

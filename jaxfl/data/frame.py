@@ -147,7 +147,7 @@ def _check_categories(name: str, value: Any) -> dict[str, list]:
     found = {}
     for column, values in _check_mapping(name, value).items():
         listed = values is not None and not isinstance(values, str) and hasattr(values, "__len__")
-        categories = list(values) if listed else []
+        categories = list(map(_plain_value, values)) if listed else []
         if not categories or len(set(map(str, categories))) < len(categories):
             raise ValueError(
                 f"{name}[{column!r}] must be different values of the column, got {show(values)}. "
@@ -155,6 +155,11 @@ def _check_categories(name: str, value: Any) -> dict[str, list]:
             )
         found[column] = categories
     return found
+
+
+def _plain_value(value: Any) -> Any:
+    """Return a number of NumPy as one of Python, which JSON can hold, and others unchanged."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 @checked(
@@ -237,8 +242,8 @@ def from_frame(
     """
     bounds = bounds or {}
     categories = categories or {}
-    inputs = inputs or [column for column in frame if column not in (label, owner)]
     _check_known("label", [label], frame)
+    inputs = inputs or _other_columns(frame, label, owner)
     _check_known("inputs", inputs, frame)
     _check_known("bounds", bounds, inputs)
     _check_known("categories", categories, [*inputs, label])
@@ -356,6 +361,17 @@ def _read_rows(
     return _Rows(columns, ~tested, owners[~tested], owners[tested])
 
 
+def _other_columns(frame: Frame, label: str, owner: str | None) -> list[str]:
+    """Return the columns that are neither label nor owner, of which there must be at least one."""
+    found = [column for column in frame if column not in (label, owner)]
+    if not found:
+        raise ValueError(
+            f"frame must have a column of inputs, besides label and owner, got only "
+            f"{', '.join(map(repr, frame))}. Add a column."
+        )
+    return found
+
+
 def _owners(name: str, frame: Frame, owner: str | None) -> Shaped[np.ndarray, "n"] | None:
     """Return the owners of a frame's rows, or None if no column has them."""
     if owner is None:
@@ -468,11 +484,15 @@ def _is_missing(value: Any) -> bool:
     # A comparison with pandas.NA has no truth value, so its type identifies it.
     if value is None or type(value).__name__ in ("NAType", "NaTType"):
         return True
-    return value == "" or (isinstance(value, float) and math.isnan(value))
+    if isinstance(value, float | np.floating):
+        return bool(np.isnan(value))
+    return isinstance(value, str) and not value
 
 
 def _with_test(name: str, train: _Column, test: _Column) -> _Column:
-    """Return a column with training rows, then test rows. Its kind is that of training rows.
+    """Return a column with training rows, then test rows.
+
+    Its kind is that of the training rows, or of the test rows if those have gaps only.
 
     Raises:
         ValueError: Only one of `train` and `test` has names, and neither consists of gaps.
@@ -484,7 +504,9 @@ def _with_test(name: str, train: _Column, test: _Column) -> _Column:
             f"a {test.kind}. Convert one of them."
         )
     values = np.concatenate([train.values, test.values])
-    return _Column(train.kind, values, np.concatenate([train.missing, test.missing]))
+    # A column of gaps has no kind of its own.
+    kind = test.kind if train.missing.all() else train.kind
+    return _Column(kind, values, np.concatenate([train.missing, test.missing]))
 
 
 def _drawn_for_tests(
@@ -525,7 +547,7 @@ def _encoding_of(
     sample = column.values[trained & ~column.missing]
     if name in categories or column.kind == "name":
         _check_without_bounds(name, bounds)
-        choices = categories.get(name) or _distinct(name, sample)
+        choices = categories.get(name) or _distinct("inputs", name, sample)
         return ColumnEncoding(name, categories=tuple(choices), gaps=gaps)
     if name in bounds:
         return ColumnEncoding(name, bounds=bounds[name], gaps=gaps)
@@ -584,8 +606,13 @@ def _scaled(encoding: ColumnEncoding, values: Float[np.ndarray, "n"]) -> Float[n
     return (values - encoding.mean) / encoding.deviation
 
 
-def _distinct(name: str, values: Shaped[np.ndarray, "n"]) -> list[str]:
+def _distinct(argument: str, name: str, values: Shaped[np.ndarray, "n"]) -> list[str]:
     """Return the different names of a column, in alphabetical order.
+
+    Args:
+        argument: Argument of `from_frame` that chose the column, for errors.
+        name: Name of the column.
+        values: Values of the column that are no gaps.
 
     Raises:
         ValueError: There are more than 100 names.
@@ -593,9 +620,9 @@ def _distinct(name: str, values: Shaped[np.ndarray, "n"]) -> list[str]:
     found = sorted(set(values))
     if len(found) > _MOST_CATEGORIES:
         raise ValueError(
-            f"inputs must be numbers, or have at most {_MOST_CATEGORIES} different names, got "
+            f"{argument} must be numbers, or have at most {_MOST_CATEGORIES} different names, got "
             f"{name!r} with {len(found)}, such as {found[0]!r}. Convert numbers that were read as "
-            "text, leave the column out by `inputs`, or list its `categories`."
+            "text, take another column, or list its `categories`."
         )
     return found
 
@@ -615,7 +642,7 @@ def _labels(name: str, column: _Column, classes: Sequence[Any] | None) -> Shaped
             f"first in row {column.missing.argmax()}. Drop these rows."
         )
     if classes is None and column.kind == "name":
-        classes = _distinct(name, column.values)
+        classes = _distinct("label", name, column.values)
     if classes is not None:
         return _numbered(name, column.values, classes)
     # Floating numbers are no classes, but numbers to predict.

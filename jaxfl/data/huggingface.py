@@ -52,8 +52,8 @@ def from_huggingface(
         test: Name of the test split. A `DatasetDict` without it gives no test examples.
 
     Raises:
-        ValueError: A split or a column does not exist, inputs are not numbers or differ in shape,
-            or a label is None.
+        ValueError: A split or a column does not exist, the training split is empty, inputs are not
+            numbers or differ in shape, or a label is None.
         TypeError: `dataset` is not a dataset, inputs are texts, or an owner is missing.
 
     >>> class Stored(dict):
@@ -74,6 +74,13 @@ def from_huggingface(
     for name, column in (("owner", owner), ("input", input), ("label", label)):
         for part in parts:
             _check_column_exists(name, column, part.column_names)
+    if not len(splits[train][owner]):
+        raise ValueError(
+            f"train must be the name of a split with examples, got {train!r} without any. "
+            f"Choose from {', '.join(map(repr, splits))}."
+        )
+    # An empty split of tests is as good as none.
+    parts = [part for part in parts if len(part[owner])]
     inputs = [_input_array(input, list(part[input])) for part in parts]
     owners = [check_owners("owner", list(part[owner])) for part in parts]
     labels = _label_arrays(label, [list(part[label]) for part in parts])

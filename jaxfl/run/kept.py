@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jaxfl.run.trained import Snapshot
-from jaxfl.tasks import Task
+from jaxfl.tasks import CENTRAL, Task
 from jaxfl.types import Tree
 
 
@@ -50,18 +50,21 @@ class Best(NamedTuple):
 class BestModels:
     """The best states so far of all runs that advance together.
 
-    The score is the headline metric's mean over clients. If this mean is NaN, for instance because
-    no client is tested, the score is the headline metric of a central test set. The first of equal
-    scores counts.
+    The score is the headline metric's mean over clients, or the headline metric of a central test
+    set if no client has test examples. A score of NaN never counts, and the first of equal scores
+    does.
 
     Args:
         task: Task of the method.
+        tested: Whether a client has test examples.
         server: First state of each run's server, on the host.
         states: First client states of each run, on the host.
     """
 
-    def __init__(self, task: Task, server: Sequence[Tree], states: Sequence[Tree]) -> None:
-        self.headline = task.headline
+    def __init__(
+        self, task: Task, tested: bool, server: Sequence[Tree], states: Sequence[Tree]
+    ) -> None:
+        self.column = task.headline if tested else f"{CENTRAL}{task.headline}"
         self.lower_is_better = task.lower_is_better
         self._first = list(zip(server, states, strict=True))
         self.kept = self.blank()
@@ -86,9 +89,7 @@ class BestModels:
 
     def _score(self, row: dict[str, Any]) -> float:
         """Return a row's score, in single precision as checkpoints hold it."""
-        score = row[self.headline]
-        if math.isnan(score):
-            score = row.get(f"central_{self.headline}", math.nan)
+        score = row.get(self.column, math.nan)
         # A resumed run must compare the same numbers as a run that was never stopped.
         return float(np.float32(-score if self.lower_is_better else score))
 

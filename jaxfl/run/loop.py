@@ -98,7 +98,9 @@ class Loop:
         self.first_models = self.models() if plan.settings.audit is not None else []
         if plan.settings.keep == "best":
             check_kept(engine.stateful, plan.settings.states)
-            self.best = BestModels(journals[0].task, self._servers(), self.states())
+            journal = journals[0]
+            tested = bool(journal.test_size.any())
+            self.best = BestModels(journal.task, tested, self._servers(), self.states())
 
     @property
     def finished(self) -> bool:

@@ -46,6 +46,11 @@ def test_floating_inputs_go_to_the_extremes_of_all_inputs():
     assert np.unique(noisy[2]).tolist() == [-2, 3]
 
 
+def test_clients_without_examples_corrupt_nothing():
+    nothing = np.zeros((0, 8, 8, 1), np.float32)
+    assert corrupt_clients(nothing, [np.zeros(0, int)], [0.5], seed=0).shape == nothing.shape
+
+
 def test_clients_in_any_order_and_company():
     lists = [np.array([5, 1, 30]), np.array([2]), np.array([], int), np.array([7, 8])]
     densities = [0.5, 0.2, 0.9, 0.0]

@@ -201,6 +201,7 @@ def test_frames_of_pandas_give_what_their_columns_give():
         ({"day": [datetime.date(2020, 1, 1)] * 3}, "frame['day'] must have numbers.*days"),
         ({"x": [1.0, "a", 2.0]}, "frame['x'] must have numbers.*only one of these kinds, got 'a'"),
         ({"x": [1.0, np.inf, 2.0]}, "frame['x'] must have finite numbers"),
+        ({"x": [[1], [2, 3], []]}, "frame['x'] must have numbers.*only one of these kinds, got [1]"),
         ({"x": np.zeros((3, 2))}, "frame['x'] must be a vector, got shape (3, 2)"),
         ({"y": [0, None, 1]}, "label must have a value in every row, got 'y' with 1 gaps, first in row 1"),
         ({"who": ["a", None, "b"]}, "frame['who'] must be all names, or all whole numbers, got None in row 1"),
@@ -215,8 +216,36 @@ def test_columns_that_cannot_be_encoded_are_named_with_a_remedy(change, message)
 
 def test_identifiers_are_no_categories():
     frame = {"id": [f"p{i}" for i in range(101)], "y": [0] * 101}
-    with pytest.raises(ValueError, match="at most 100 different names, got 'id' with 101"):
+    with pytest.raises(ValueError, match=r"inputs must .* 100 different names, got 'id' with 101"):
         from_frame(frame, label="y")
+    with pytest.raises(ValueError, match=r"label must .* 100 different names, got 'id' with 101"):
+        from_frame(frame, label="id")
+
+
+def test_a_frame_without_inputs_is_named():
+    with pytest.raises(
+        ValueError, match=r"frame must have a column of inputs.*got only 'y', 'who'"
+    ):
+        from_frame({"y": [0, 1], "who": [1, 2]}, label="y", owner="who")
+
+
+def test_names_that_only_tests_have_become_zeros_where_training_rows_are_gaps():
+    test = {"ward": ["east", None], "y": [0, 1]}
+    data: Any = from_frame({"ward": [None, None], "y": [0, 1]}, label="y", test=test)
+    assert data.columns == ("ward missing",)
+    assert data.test_inputs.tolist() == [[0.0], [1.0]]
+    known = {"ward": ["east"]}
+    data = from_frame({"ward": [None, None], "y": [0, 1]}, label="y", test=test, categories=known)
+    assert data.columns == ("ward=east", "ward missing")
+    assert data.test_inputs.tolist() == [[1.0, 0.0], [0.0, 1.0]]
+
+
+def test_json_holds_categories_that_were_numbers_of_numpy():
+    frame = {"ward": [1, 2, 2], "y": [0, 1, 1]}
+    data: Any = from_frame(frame, label="y", categories={"ward": list(np.array([1, 2]))})
+    stored = json.loads(json.dumps([encoding._asdict() for encoding in data.encoding]))
+    restored = [ColumnEncoding(**values) for values in stored]
+    np.testing.assert_array_equal(encode_frame(frame, restored), data.train_inputs)
 
 
 def test_kinds_of_training_and_test_columns_agree():

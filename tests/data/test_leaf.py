@@ -93,6 +93,17 @@ def test_datasets_on_disk_become_pictures_with_owners(tmp_path):
     assert not len(single.test_labels)
 
 
+def test_an_empty_split_of_tests_is_as_good_as_none():
+    datasets = pytest.importorskip("datasets")
+    whole = datasets.Dataset.from_dict({"who": [1, 2], "x": [0.5, 1.5], "y": [0, 1]})
+    splits = {"train": whole, "test": whole.select([])}
+    data = from_huggingface(splits, owner="who", input="x", label="y")
+    assert data.train_labels.tolist() == [0, 1]
+    assert data.test_inputs.shape == (0, 1)
+    with pytest.raises(ValueError, match=r"a split with examples, got 'test' without any. Choose"):
+        from_huggingface(splits, train="test", owner="who", input="x", label="y")
+
+
 def test_single_numbers_and_pictures_of_one_colour_get_an_axis():
     datasets = pytest.importorskip("datasets")
     pixels = np.arange(12.0).reshape(3, 2, 2) / 12

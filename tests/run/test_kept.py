@@ -98,9 +98,10 @@ def test_without_tests_of_clients_the_central_score_decides():
 
 def test_the_first_of_equal_scores_counts_and_lower_may_be_better():
     task = regression("mse")
-    best = BestModels(task, [np.zeros(2)], [()])
+    best = BestModels(task, True, [np.zeros(2)], [()])
     for index, score in enumerate([np.nan, 3.0, 1.0, 1.0, np.inf, 2.0]):
-        row = {"round": index + 1, "mse": score}
+        # The global model's score is on another scale, so it must not stand in for an unknown one.
+        row = {"round": index + 1, "mse": score, "central_mse": 0.0}
         for i in best.better([row]):
             best.keep(i, row, np.full(2, index), ())
     (kept,) = best.snapshots()

@@ -42,6 +42,7 @@ from jaxfl.local import LocalSGD
 from jaxfl.models import lenet
 from jaxfl.privacy.accounting import planning
 from jaxfl.privacy.sampling import NEEDS
+from jaxfl.report.plan_page import check_page
 from jaxfl.run import signals
 from jaxfl.run.folder import run_folder
 from jaxfl.run.simulate import simulate
@@ -385,6 +386,9 @@ def plan(
     deployment: dict[str, Any] = {"clients": clients, "cohort": cohort, "rounds": rounds}
     for name, value in deployment.items():
         check_count(name, value, most=_LARGEST_DEPLOYMENT)
+    if report is not None:
+        # Planning takes a while, so a path that cannot be written ends the command before it.
+        check_page("report", report)
     found = privacy.plan(
         clients=clients,
         cohort=cohort,

@@ -335,7 +335,7 @@ class Run(Setting):
 
         Raises:
             ValueError: The method takes no noise and epsilon is finite, options have an unknown
-                name, or both epsilon and noise_multiplier are given.
+                name or that of a setting, or both epsilon and noise_multiplier are given.
         """
         noisy = private(self.method)
         limited = math.isfinite(self.epsilon)
@@ -344,14 +344,19 @@ class Run(Setting):
                 f"epsilon must be infinite for {self.method}, which takes no noise, got "
                 f"{self.epsilon:g}. Leave epsilon out."
             )
+        options: dict[str, Any] = {"learning_rate": self.local.learning_rate, "clip": self.clip}
         known = numbers(self.method)
         for name in self.options:
+            if name in options:
+                raise ValueError(
+                    f"options must leave out {name!r}, which is a setting, got "
+                    f"{self.options[name]}. Give --{name.replace('_', '-')}."
+                )
             if name not in known:
                 raise ValueError(
                     f"options must name numbers of {self.method}, got {name!r}. "
                     f"{nearest(name, known)}"
                 )
-        options: dict[str, Any] = {"learning_rate": self.local.learning_rate, "clip": self.clip}
         if limited and noisy:
             if "noise_multiplier" in self.options:
                 raise ValueError(

@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from jaxfl._support.checks import check_path, checked, show
+from jaxfl._support.checks import check_folder, check_path, checked, show
 from jaxfl._support.files import kind, opened, replacing
 from jaxfl.privacy.accounting.planning import KINDS, Plan
 from jaxfl.privacy.sampling import NEEDS
@@ -37,7 +37,7 @@ def _check_plans(name: str, value: Any) -> list[Plan]:
     return plans
 
 
-@checked(plans=_check_plans, path=check_path)
+@checked(plans=_check_plans)
 def write_plan(plans: Sequence[Plan], path: str | os.PathLike) -> pathlib.Path:
     """Write a plan as a page for a review board, and return the path of the page.
 
@@ -54,8 +54,7 @@ def write_plan(plans: Sequence[Plan], path: str | os.PathLike) -> pathlib.Path:
             several deployments.
         TypeError: The plans are no result of `jaxfl.privacy.plan`.
     """
-    page = pathlib.Path(path)
-    _check_free(page)
+    page = check_page("path", path)
     page.parent.mkdir(parents=True, exist_ok=True)
     with replacing(page) as temporary:
         text = load_template("plan_page.html").render(_collect(plans))
@@ -63,19 +62,31 @@ def write_plan(plans: Sequence[Plan], path: str | os.PathLike) -> pathlib.Path:
     return page
 
 
-def _check_free(page: pathlib.Path) -> None:
-    """Require a path without a file, or with a page that `write_plan` wrote."""
+def check_page(name: str, value: Any) -> pathlib.Path:
+    """Require a path that can become the page of a plan, and return it.
+
+    It must lead to no file, or to a page that `write_plan` wrote, in a folder that can be written.
+    """
+    page = pathlib.Path(check_path(name, value))
+    check_folder(name, page.parent)
+    folder = next(each for each in page.absolute().parents if each.exists())
+    if not os.access(folder, os.W_OK):
+        raise ValueError(
+            f"{name} must be in a folder that can be written, got {str(page)!r}. "
+            "Choose another path."
+        )
     found = kind(page)
-    if found is None:
-        return
-    if found == "a regular file":
-        with opened(page) as file:
-            if _MARK in file.read(1000):
-                return
+    if found is None or (found == "a regular file" and _is_of_plan(page)):
+        return page
     raise ValueError(
-        f"path must be free, or the page of a plan, got {str(page)!r}, {found} that `write_plan` "
+        f"{name} must be free, or the page of a plan, got {str(page)!r}, {found} that `write_plan` "
         "did not write. Choose another path."
     )
+
+
+def _is_of_plan(page: pathlib.Path) -> bool:
+    with opened(page) as file:
+        return _MARK in file.read(1000)
 
 
 def _deployment(each: Plan) -> tuple:

@@ -149,7 +149,7 @@ def test_every_method_follows_its_settings(name):
         ),
         (
             "{method: fedavg, options: {learning_rate: 3}}",
-            "options must name numbers of fedavg, got 'learning_rate'",
+            "options must leave out 'learning_rate', which is a setting, got 3. Give --learning-rate.",
         ),
         ("options: {model: 3}", "options must name numbers of dp_fedavg_fb, got 'model'"),
         (
@@ -260,7 +260,7 @@ def test_options_replace_a_file(monkeypatch, tmp_path):
     assert (method.name, method.terms.delta) == ("apfl", 1e-6)
 
 
-@pytest.mark.parametrize(("name", "value"), [("clip", 0.3), ("delta", 0.3), ("alpha", 0.3)])
+@pytest.mark.parametrize(("name", "value"), [("delta", 0.3), ("alpha", 0.3)])
 def test_a_method_may_have_numbers_that_are_named_as_settings_are(
     monkeypatch, tmp_path, name, value
 ):
@@ -269,7 +269,7 @@ def test_a_method_may_have_numbers_that_are_named_as_settings_are(
     found, method = asked(monkeypatch, "--config", str(path))
     assert found.options == {name: value}
     assert found.population.alpha == 0.5
-    assert {"clip": method.mechanism.clip, "delta": method.terms.delta, "alpha": 0.3}[name] == value
+    assert {"delta": method.terms.delta, "alpha": 0.3}[name] == value
 
 
 def test_whole_numbers_of_a_method_stay_whole(monkeypatch):
@@ -325,6 +325,7 @@ def test_values_with_a_comma_between_them_get_a_hint(monkeypatch, capsys):
         (["plan", "--clients", "9"], "--cohort, --rounds must be given, got none."),
         (["run", "--partition", "classes", "--classes", "11"], "classes must be a whole number from 1 to 10, got 11."),
         (["run", "--clients", "100000"], "clients must be a whole number from 1 to "),
+        (["run", "--option", "clip=2", "--clip", "3"], "options must leave out 'clip', which is a setting, got 2. Give --clip."),
         (["run", "--option", "=3"], "option must be NAME=VALUE, got '=3'"),
         (["run", "--config", "/no/such/file"], "config must be a file, got '/no/such/file'. Give"),
         (["plan", "--clients", "5" * 5000, "--cohort", "9", "--rounds", "9"], "--clients: Exceeds the limit"),

@@ -72,3 +72,16 @@ def test_a_page_replaces_nothing_but_a_page(tmp_path):
     with pytest.raises(ValueError, match="did not write"):
         write_plan(plans, page)
     assert page.read_text() == "<!doctype html>mine"
+
+
+def test_a_path_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    plans = plan(clients=100, cohort=10, rounds=5, noise_multiplier=2.0, kinds=("poisson",))
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"path must be the path of a folder, .*file' is a file"):
+        write_plan(plans, tmp_path / "file" / "plan.html")
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(
+        ValueError, match=r"path must be in a folder that can be written, got .*new"
+    ):
+        write_plan(plans, tmp_path / "new" / "plan.html")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

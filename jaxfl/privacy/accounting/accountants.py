@@ -1,7 +1,8 @@
 r"""Epsilon of a view, by Rényi divergences (RDP) or privacy loss distributions (PLD).
 
-The library dp-accounting computes both. If rounds or clients have too many distinct multipliers,
-these are rounded down, which never lowers epsilon.
+The library dp-accounting composes the losses, and turns losses and divergences into epsilons. If
+rounds or clients have too many distinct multipliers, these are rounded down, which never lowers
+epsilon.
 
 **Replace-one under Poisson sampling.** A client participates with probability q, whatever its data.
 A round then follows :math:`P_u = (1-q) N(r, \sigma^2) + q N(r + u, \sigma^2)` for its update u, and
@@ -12,10 +13,10 @@ A round then follows :math:`P_u = (1-q) N(r, \sigma^2) + q N(r + u, \sigma^2)` f
     \text{(in one dimension, } r = 0).
 
 Proof: For :math:`\alpha < 1`, :math:`H_\alpha(P \| Q) = 1 - \alpha + \alpha H_{1/\alpha}(Q \| P)`.
-Otherwise let :math:`r = 0` and :math:`\sigma = 1`, let the event A attain the left side, and let
-:math:`N_u(A) = \Phi(-c)`. Among events of this probability under N_u, a half-space has the least
-probability under another mean, :math:`\Phi(-c - \text{distance})` (Neyman-Pearson). The means 0 and
-v are at most C and 2C away:
+Otherwise let :math:`r = 0` and :math:`\sigma = 1`, let :math:`N_u = N(u, 1)`, let the event A
+attain the left side, and let :math:`N_u(A) = \Phi(-c)`. Among events of this probability under
+N_u, a half-space has the least probability under another mean,
+:math:`\Phi(-c - \text{distance})` (Neyman-Pearson). The means 0 and v are at most C and 2C away:
 
 .. math:: P_u(A) - \alpha P_v(A)
     = q N_u(A) - (\alpha - 1)(1 - q) N_0(A) - \alpha q N_v(A)
@@ -25,8 +26,8 @@ which equals that difference for the half-line :math:`x \ge c + C` under :math:`
 pair dominates every round, given the past and the other clients' coins and noise. Its adaptive
 composition therefore dominates the run (Zhu, Dong, Wang, Optimal Accounting of Differential Privacy
 via Characteristic Function, AISTATS 2022). Clients may keep a state, because mixtures over states
-obey the same bound. PLD accounting has this pair as `REPLACE_ONE`. This module integrates its Rényi
-divergence.
+obey the same bound. PLD accounting has this pair as `REPLACE_ONE`. This module integrates the
+pair's Rényi divergence.
 
 **Skellam noise.** Let neighbouring integer vectors differ by at most :math:`\Delta_2` in L2 and
 :math:`\Delta_1` in L1. With symmetric Skellam noise of variance :math:`\mu` on each coordinate,
@@ -75,17 +76,17 @@ order costs as many terms as its number. The last digits of an epsilon depend on
 _LEAST_PLD_MULTIPLIER = 1e-3
 """Smallest multiplier under sampling that PLD accounts for. RDP accounts for smaller ones.
 
-Their losses, of up to 500,000, fit no grid.
+Losses at smaller ones exceed 500,000, and fit no grid.
 """
 
 MOST_ROUGH = 32
 """Highest order of rough searches. The best order of most budgets is lower."""
 
 _MOST_COMPOSED = 10**6
-"""Most sampled rounds that PLD accounts for. More would need too fine a grid."""
+"""Most sampled rounds for which `bound` uses PLD. More would need too fine a grid."""
 
 _PLAIN_ORDERS = (1 + np.geomspace(0.01, 1e5, 256)).tolist()
-"""Rényi orders without sampling, which has a closed form at every order."""
+"""Rényi orders of a Gaussian without sampling, whose divergence has a closed form."""
 
 _WHOLE_ORDERS = np.unique(np.rint(np.geomspace(2, 1e5, 256))).astype(int).tolist()
 """Rényi orders of Skellam noise, whose theorem holds for whole orders only."""
@@ -124,7 +125,7 @@ def default_delta(clients: int | None) -> float:
 
 
 def failure_probability(delta: float | None, clients: int | None) -> float:
-    """Return `delta`, or the default for this number of clients if it is None."""
+    """Return `delta`, or `default_delta(clients)` if `delta` is None."""
     return default_delta(clients) if delta is None else delta
 
 
@@ -147,12 +148,13 @@ def bound(
 
     Args:
         view: Multipliers by round and client.
-        accountant: "pld" or "rdp".
+        accountant: "pld" or "rdp". For Skellam noise, and for more than a million sampled rounds,
+            both stand for RDP.
         delta: Failure probability.
         repeats: Number of times that the view occurs in the run.
         grid: Width of the grid of losses, relative to the usual one. A value above 1 is for
-            searches. The accountant then tries only the lowest Rényi orders under sampling. The
-            epsilon is valid, and larger.
+            searches. "rdp" then tries only orders up to `MOST_ROUGH` under sampling. The epsilon is
+            valid, and usually larger.
     """
     kinds, kind_of_client = _group_clients(view)
     if repeats * int(view.hidden.sum()) > _MOST_COMPOSED:
@@ -190,10 +192,10 @@ def bound(
 def least_epsilon(
     view: View, accountant: Accountant, delta: float, repeats: int = 1, grid: float = 1.0
 ) -> float:
-    """Return the smallest valid epsilon of the worst client.
+    """Return the smallest epsilon of the worst client that the accountant proves.
 
-    "pld" also tries RDP if only RDP can account for the amplification. Arguments are those of
-    `bound`.
+    "pld" also tries RDP if the view has an amplification that only RDP can account for. Arguments
+    are those of `bound`.
     """
     names: list[Accountant] = [accountant]
     if accountant == "pld" and view.amplified is not None:
@@ -202,9 +204,10 @@ def least_epsilon(
 
 
 def worst_rounds(view: View) -> Iterator[View]:
-    """Yield the view of the worst round without amplification, and of the worst amplified one.
+    """Yield the view of the worst round with a known cohort, and of the worst with a hidden one.
 
-    Each view has one round and one client. A kind without rounds is left out.
+    Each view has one round and one client, and the least multiplier of `View.amplified`, if any. A
+    kind without rounds is left out.
     """
     for hidden in np.unique(view.hidden):
         least = view.multiplier[view.hidden == hidden].min(keepdims=True)
@@ -215,9 +218,10 @@ def worst_rounds(view: View) -> Iterator[View]:
 
 
 def most_exposed(view: View) -> View:
-    """Return a view whose largest bounds equal those of all clients.
+    """Return a view whose largest epsilon is that of `view`, by each accountant.
 
-    It is the view of a single client if that client is known.
+    It has a single client if all cohorts are known, or if all are hidden and one client has the
+    least noise in every round.
     """
     if view.multiplier.shape[1] == 1:
         return view
@@ -257,7 +261,9 @@ def rdp_epsilon(
     most: int = ORDERS[-1],
     variance: float = math.inf,
 ) -> float:
-    """Return the RDP epsilon of one Gaussian and of Poisson-sampled Gaussians.
+    """Return the RDP epsilon of one Gaussian and of Poisson-sampled Gaussians together.
+
+    It is infinite if a multiplier is below 1e-60.
 
     Args:
         plain: Multiplier of the Gaussian. Infinity leaves it out.
@@ -267,8 +273,8 @@ def rdp_epsilon(
         repeats: Number of times that all of these Gaussians occur.
         replaced: Whether adjacency is replace-one. The default is zero-out.
         most: Highest Rényi order under sampling.
-        variance: Least variance of Skellam noise that stands for the unsampled Gaussian. Infinity
-            stands for the Gaussian itself.
+        variance: Least variance, in squared steps, of Skellam noise in place of the Gaussian noise.
+            Infinity stands for Gaussian noise.
     """
     return _rdp_epsilon(plain, _levels(sampled), rate, delta, repeats, replaced, most, variance)
 
@@ -313,11 +319,11 @@ def pld_epsilon(
     replaced: bool = False,
     grid: float = 1.0,
 ) -> float:
-    """Return the PLD epsilon of one Gaussian and of Poisson-sampled Gaussians.
+    """Return the PLD epsilon of one Gaussian and of Poisson-sampled Gaussians together.
 
-    The epsilon of the Gaussian alone is exact. Some losses exceed any grid. The epsilon is then the
-    smaller of two: the one by RDP, and the one of the Gaussians without sampling, because sampling
-    never adds to an epsilon.
+    The epsilon of the Gaussian alone is exact. If losses fit no grid, the epsilon is the smaller of
+    two: the one by RDP, and the one of the Gaussians without sampling, because sampling never adds
+    to an epsilon. It is infinite if a multiplier is below 1e-60.
 
     Args:
         plain: Multiplier of the Gaussian. Infinity leaves it out.
@@ -394,8 +400,9 @@ def _on_grid(multiplier: float, rate: float, sign: int, interval: float) -> Any:
     r"""Return the probabilities of losses of a sampled Gaussian against an unmoved one, or reverse.
 
     The library's `from_gaussian_mechanism` gives the same losses. It inverts the loss in a loop
-    over the grid, which takes ten times as long. The loss at x is :math:`\log(1 - q + q e^u)` with
-    :math:`u = (-x - 1/2) / z^2`.
+    over the grid, which takes ten times as long. For the sign 1 the loss at x is
+    :math:`\log(1 - q + q e^u)` with :math:`u = (-x - 1/2) / z^2`. For -1 it is the negative of that
+    loss at -x.
 
     Args:
         multiplier: z of the Gaussian.
@@ -483,7 +490,7 @@ def orders_up_to(most: int) -> list[int]:
 
 @_remember
 def replaced_divergences(multiplier: float, rate: float) -> Float[np.ndarray, "orders"]:
-    r"""Return the replace-one Rényi divergences of a Poisson-sampled Gaussian.
+    r"""Return the replace-one Rényi divergences of a Poisson-sampled Gaussian at all `ORDERS`.
 
     These are :math:`D_a(P_{+1} \| P_{-1})` with
     :math:`P_{\pm 1} = (1-q) N(0, z^2) + q N(\pm 1, z^2)`, by the trapezoidal rule with step h. Its
@@ -491,6 +498,10 @@ def replaced_divergences(multiplier: float, rate: float) -> Float[np.ndarray, "o
     real line. :math:`P_{-1}` has no zero within :math:`\pi z^2`. Steps of :math:`z^2 / 25` and
     :math:`z / 6` leave less than rounding error, which is added. Orders that need too many steps
     get the unsampled divergence, :math:`2 a / z^2`, which is no smaller (quasi-convexity).
+
+    Args:
+        multiplier: z of the Gaussian under zero-out. Replace-one doubles the sensitivity here.
+        rate: q, the probability of participation.
     """
     z = multiplier
     q = rate
@@ -533,7 +544,7 @@ def total_multiplier(multiplier: Float[np.ndarray, "R *C"]) -> Float[np.ndarray,
 def round_down(
     values: Float[np.ndarray, "..."], most: int = _MOST_LEVELS
 ) -> Float[np.ndarray, "..."]:
-    """Round numbers down to at most `most` distinct values.
+    """Return the numbers, rounded down so that at most `most` positive finite ones differ.
 
     0 and infinity stay, and the smallest positive number stays exact.
     """
@@ -549,8 +560,9 @@ def round_down(
 def _group_clients(view: View) -> tuple[Float[np.ndarray, "R K"], Int[np.ndarray, "#C"]]:
     """Return the distinct clients' multipliers as columns, and the column of each client.
 
-    A column is the total of a client's plain rounds, then each of its sampled rounds. Too many
-    distinct clients give a single column that is at least as exposed as every client.
+    A column is the total of a client's plain rounds, then each of its sampled rounds. If columns
+    have more than `_MOST_WORK` levels together, a single column replaces them. It is at least as
+    exposed as every client.
     """
     plain = round_down(total_multiplier(view.multiplier[~view.hidden]), _MOST_TOTALS)
     sampled = view.multiplier[view.hidden]
@@ -571,11 +583,11 @@ def _levels(values: Float[np.ndarray, "R"]) -> Levels:
 def _interval(plain: float, sampled: Levels, rate: float, repeats: int, change: float) -> float:
     """Return the spacing of the grid of losses, for `_pld_epsilon`.
 
-    It is small against the loss of one round, and leaves at most about a million points. It follows
-    the number of rounds in powers of 2, so that few grids serve all evaluations of a run. If the
-    loss of a round has standard deviation s, a spacing of h adds about :math:`h^2 / 12 s^2` of an
-    epsilon to it. That is 2e-4 for 0.05 s, the largest spacing, and 3e-5 for 0.02 s, below which
-    little is gained.
+    It is small against the loss of one round, unless the losses of a round would then need more
+    than about a million points. It follows the number of rounds in powers of 2, so that few grids
+    serve all evaluations of a run. If the loss of a round has standard deviation s, a spacing of h
+    adds about :math:`h^2 / 12 s^2` of an epsilon to it. That is 2e-4 for 0.05 s, the largest
+    spacing otherwise, and 3e-5 for 0.02 s, below which little is gained.
 
     Args:
         plain: Multiplier of unsampled rounds together.
@@ -624,9 +636,9 @@ def without_replacement(
 def balls_in_bins(
     multiplier: float, bins: int, most: int = ORDERS[-1]
 ) -> Float[np.ndarray, "orders"]:
-    r"""Return the Rényi divergences of a client in one uniformly drawn round of b, against none.
+    r"""Return the zero-out Rényi divergences of b rounds, in one of which a client takes part.
 
-    The result is the larger divergence of the two directions. The pair
+    The round is drawn uniformly. Of the two directions, the larger divergence counts. The pair
     :math:`P = \frac{1}{b} \sum_j N(e_j, z^2 I)` and :math:`Q = N(0, z^2 I)` in b dimensions
     dominates (Chua et al., Balls-and-Bins Sampling for DP-SGD, AISTATS 2025). With
     :math:`L_j = dN(e_j) / dQ`, independent under Q,

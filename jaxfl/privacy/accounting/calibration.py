@@ -31,7 +31,7 @@ _MOST_BUDGET = 1e5
 
 
 def check_budget(name: str, value: Any) -> float:
-    """Require an epsilon from 1e-8 to 1e5, whose noise accountants can find in floating point."""
+    """Require an epsilon from 1e-8 to 1e5, and return it as a float."""
     budget = check_positive(name, value)
     if _LEAST_BUDGET <= budget <= _MOST_BUDGET:
         return budget
@@ -44,9 +44,10 @@ def check_budget(name: str, value: Any) -> float:
 
 
 class Exposure(NamedTuple):
-    """View of a planned run's most exposed client, against an observer of sums.
+    """View of a planned run, and the number of times that the run reveals it.
 
-    The run reveals the view `repeats` times.
+    The view is that of the client with the least noise in every round. If there is no such client,
+    it is that of all clients.
     """
 
     view: View
@@ -77,7 +78,7 @@ def planned_exposure(
     separation: int | None = None,
     stateful: bool = False,
 ) -> Exposure:
-    """Return what a planned run reveals of its most exposed client.
+    """Return what a planned run reveals of its most exposed client to an observer of sums.
 
     Equal rounds are accounted for once, so that many clients and rounds cost no memory. They do if
     noise or weights follow a schedule, or if noise is correlated.
@@ -127,8 +128,8 @@ def calibrate(
     r"""Return the smallest noise multiplier z whose epsilon for sums is at most `epsilon`.
 
     Args:
-        epsilon: Target for the whole run. The result's epsilon stays below it, by at most 0.1% if
-            possible.
+        epsilon: Target for the run, from 1e-8 to 1e5. The result's epsilon does not exceed it, and
+            falls short of it by at most 0.1% if possible.
         clients: Number of clients.
         rounds: T, the number of rounds.
         sampling: Rule that draws the participants of each round. The default draws all clients.
@@ -187,12 +188,12 @@ def calibrate(
 
 
 def check_scales(name: str, mechanism: Mechanism, exposed: Callable[[float], Exposure]) -> Exposure:
-    """Require a mechanism whose epsilon follows from its multiplier, and return its exposure at 1.
+    """Require that only `noise_multiplier` sets a mechanism's noise, and return the exposure at 1.
 
     Args:
         name: Name of the argument that is the mechanism.
         mechanism: The mechanism.
-        exposed: Function from a multiplier to what a run at this multiplier exposes.
+        exposed: Function from a multiplier to the exposure of a run with this multiplier.
     """
     if np.any(mechanism.client_noise):
         raise ValueError(
@@ -228,7 +229,7 @@ def calibrate_upload(
     The noise is a std over the clip bound.
 
     Args:
-        epsilon: Target for the whole run under replace-one adjacency.
+        epsilon: Target for the run under replace-one adjacency, from 1e-8 to 1e5.
         participations: Most rounds in which a client uploads.
         clients: Number of clients, for the default delta. None suits up to 10,000 clients.
         delta: Failure probability. None stands for min(1e-5, 1 / (10 clients)).
@@ -257,7 +258,7 @@ def calibrate_examples(
     """Return the smallest noise multiplier of `DPSGD` whose epsilon is at most `epsilon`.
 
     Args:
-        epsilon: Example-level target for the whole run under zero-out adjacency.
+        epsilon: Example-level target for the run under zero-out adjacency, from 1e-8 to 1e5.
         rate: Probability that an example is in a batch.
         steps: Local steps per round.
         participations: Most rounds in which a client participates.
@@ -265,6 +266,9 @@ def calibrate_examples(
             to 10,000 examples.
         delta: Failure probability. None stands for min(1e-5, 1 / (10 examples)).
         accountant: "pld", or "rdp", which needs more noise.
+
+    Raises:
+        ValueError: No noise reaches `epsilon` by this accountant.
 
     >>> round(calibrate_examples(7.05, rate=0.1, steps=10, participations=10), 2)
     1.0
@@ -277,8 +281,8 @@ def calibrate_examples(
 def rough_noise(exposure: Exposure, target: float, delta: float) -> float:
     """Return a factor on the exposure's noise whose epsilon is about the target.
 
-    It is found by RDP with few orders, which prove no epsilon below some bound, whatever the noise.
-    For smaller targets the central limit gives the factor.
+    The central limit gives a first guess. RDP with orders up to `MOST_ROUGH` corrects it, unless
+    these orders prove no epsilon as small as the target.
     """
     view, repeats = exposure
     total = accountants.total_multiplier(view.multiplier.min(axis=1)) / math.sqrt(repeats)
@@ -296,7 +300,11 @@ def rough_noise(exposure: Exposure, target: float, delta: float) -> float:
 
 
 def needed_noise(exposure: Exposure, target: float, delta: float, accountant: Accountant) -> float:
-    """Return the factor on the exposure's noise whose epsilon is within 0.1% below the target."""
+    """Return the factor on the exposure's noise for which epsilon is just within the target.
+
+    Epsilon falls short of the target by at most 0.1% if possible. If no noise is found that reaches
+    the target, raise an error.
+    """
     view, repeats = exposure
 
     def spent(noise: float, grid: float = 1.0) -> float:
@@ -336,13 +344,16 @@ def _by_wide_grids(spent: Callable[[float, float], float], target: float, noise:
 def _search(
     spent: Callable[[float], float], target: float, noise: float, slack: float = 5e-4
 ) -> float:
-    """Return noise whose epsilon is the target or a little less, or raise an error.
+    """Return noise whose epsilon is the target or a little less.
+
+    If no attempt reaches the target, raise an error.
 
     Args:
         spent: Function from noise to its epsilon.
         target: Largest epsilon.
         noise: First guess.
-        slack: Largest share of the target that may be left.
+        slack: Largest share of the target that may be left, unless the search ends before, at a
+            relative 2e-5 of the noise or after `_MOST_ATTEMPTS`.
     """
     too_small = 0.0
     epsilon_above = math.inf

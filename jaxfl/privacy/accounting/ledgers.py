@@ -33,7 +33,7 @@ def check_ledger(name: str, value: Any) -> Ledger:
 
     Raises:
         TypeError: The value is no ledger.
-        ValueError: A table has another number of rounds or clients than the participants.
+        ValueError: The participants are no table [T, C], or another table does not fit them.
     """
     if not isinstance(value, Ledger):
         raise TypeError(
@@ -66,7 +66,8 @@ def check_ledger(name: str, value: Any) -> Ledger:
 class Epsilon(NamedTuple):
     """Largest epsilon over clients, each client's own, the theorem, and why it is infinite.
 
-    The theorem is that of the largest epsilon. The reason is None if that epsilon is finite.
+    The theorem is that of the largest epsilon, or "none" if this is infinite. The reason is None if
+    it is finite.
     """
 
     value: float
@@ -96,16 +97,18 @@ def epsilon(
         observer: "aggregate" sees noisy sums only. "upload" sees every upload. "client" is another
             client, which sees the sums and knows the noise that it added itself. See
             `jaxfl.privacy.accounting.observers`.
-        accountant: "pld" gives the smallest valid bound. Some sampling, such as that without
-            replacement, has a theorem for RDP only. The bound is then by RDP. "rdp" uses RDP alone.
+        accountant: "pld" gives the smaller of the bounds by PLD and by RDP. RDP alone has theorems
+            for Skellam noise and for some sampling, such as that without replacement. "rdp" uses
+            RDP alone.
         delta: Failure probability. None stands for min(1e-5, 1 / (10 n)) with n clients.
         one_round: Whether the epsilon is that of the worst client's worst round, for all clients.
             The default accounts for all rounds.
         unit: "client" protects all of a client's data. "example" replaces one of the client's
             examples by another. Without per-example clipping this may replace the update by any
             other within the bound, so adjacency is replace-one for all observers. Participation
-            does not depend on the example, so sampling amplifies as it does for clients. All
-            clients get the worst epsilon. For per-example clipping, see `example_epsilon`.
+            does not depend on the example, so sampling amplifies as it does for clients. If one
+            client has the least noise in every round, all clients get its epsilon. For per-example
+            clipping, see `example_epsilon`.
         stateful: Whether clients keep a state. Sampling without replacement then has no proven
             amplification, because later updates of the clients that were drawn instead may reveal a
             client's absence. Poisson sampling still amplifies.
@@ -153,7 +156,7 @@ def epsilons(
     unit: Unit = "client",
     stateful: bool = False,
 ) -> dict[Accountant, Epsilon]:
-    """Return the epsilon by the theorems of each accountant alone.
+    """Return, by accountant, the epsilon that its theorems alone prove (see `bound`).
 
     Args:
         ledger: Rounds as they happened, or as planned.
@@ -184,7 +187,10 @@ def _view(
     unit: Unit = "client",
     stateful: bool = False,
 ) -> View:
-    """Return what the observer learns about a unit. The view of an example has one column."""
+    """Return what the observer learns about a unit.
+
+    For an example it is the view of the client with the least noise in every round, if any.
+    """
     replaced = unit == "example" and observer != "upload"
     view = mechanism.view(ledger, observer, replaced=replaced, one_round=one_round)
     if unit == "example":
@@ -250,7 +256,7 @@ def example_epsilon(
 ) -> Epsilon:
     """Return the example-level epsilon of each client, composed over all of its local steps.
 
-    Messages are post-processing of these steps, so the epsilon holds for both observers. Noise that
+    Messages are post-processing of these steps, so the epsilon holds for every observer. Noise that
     is added after the local steps does not lower the epsilon, nor do cohorts that the observer does
     not know.
 
@@ -338,7 +344,7 @@ class Spent(NamedTuple):
     epsilon: float
     """Tightest valid bound for one client against an observer of sums: the statement's headline."""
     rdp: float
-    """Bound for the same client and observer by Rényi divergences alone."""
+    """Bound for one client against the same observer, by Rényi divergences alone."""
     upload: float | None = None
     """Epsilon of one client against an observer of uploads, if clients add noise."""
     example: float | None = None
@@ -358,8 +364,9 @@ def running_epsilon(
     """Build a function from the rounds so far to their epsilons.
 
     Its epsilons are those that `privacy_statement` states. The rounds are a ledger, or a number of
-    planned ones. The result is bitwise a function of these rounds alone, whatever the earlier
-    calls. It is cheap enough for every evaluation, because one round's losses are computed once.
+    planned ones, for which more than the mechanism's schedule has is an error. Epsilons are bitwise
+    a function of these rounds alone, whatever the earlier calls. A call is cheap enough for every
+    evaluation, because one round's losses are computed once.
 
     Args:
         mechanism: Mechanism of the run.

@@ -2,11 +2,12 @@
 
 - "upload": The server sees every upload and every cohort. A client that hides its data still
   uploads, so adjacency is replace-one, and the sensitivity is 2C. The multiplier is
-  :math:`s_{t,i} / 2` in the client's rounds, where s is its noise over C. Cohorts do not depend on
-  data, so the guarantee may condition on the cohorts that were drawn.
-- "aggregate": Only the noisy sums are seen. Cohorts are hidden. Zero-out replaces the client's
-  clipped update by 0. Its coin and its noise stay. Replace-one replaces the update by any other
-  one. Nothing depends on the coins drawn.
+  :math:`s_{t,i} / 2` in the client's rounds, where s is the client's noise over C. Cohorts do not
+  depend on data, so the guarantee may condition on the cohorts that were drawn.
+- "aggregate": Only the noisy sums are seen. Cohorts are hidden, unless the denominator shows them.
+  Zero-out replaces the client's clipped update by 0. Its coin and its noise stay. Replace-one
+  replaces the update by any other one. For noise that is independent over rounds and not Skellam
+  noise, the guarantee does not depend on the coins drawn.
 - "client": Another client, which sees the sums, and knows its own coins and noise.
 
 Samplers account for amplification by hidden cohorts (`jaxfl.privacy.sampling`).
@@ -41,9 +42,9 @@ class Amplified(NamedTuple):
     """Rounds whose amplification only Rényi divergences account for."""
 
     multiplier: Float[np.ndarray, "T"]
-    """Std of the noise over the sensitivity, by round."""
+    """Std of the noise over the sensitivity, by round or by entry of the view."""
     divergences: Callable[..., Float[np.ndarray, "orders"]]
-    """Function from a round's multiplier to its divergences at `accountants.ORDERS`.
+    """Function from one such multiplier to the divergences at `accountants.ORDERS`.
 
     An argument `most` leaves out higher orders.
     """
@@ -64,12 +65,13 @@ class View(NamedTuple):
         rate: Probability of participation in a hidden round.
         theorem: Theorem that proves the epsilon.
         why_infinite: Reason to give if epsilon is infinite.
-        replaced: Whether adjacency is replace-one. The update then turns into its opposite, not
-            into zero, at twice the sensitivity.
+        replaced: Whether accountants double the sensitivity, because replace-one may turn an update
+            into its opposite. False for uploads, whose multipliers already include the factor.
         amplified: A second valid bound, by Rényi divergences alone. None if there is none.
         whole: Whether the single entry covers all rounds of the ledger.
         grows: Whether entries are not one per round, so that more rounds need another view.
-        turn: Number of rounds that an entry covers. 0 means that a single entry covers all rounds.
+        turn: Number of rounds that an entry covers, read only if `grows`. 0 means that a single
+            entry covers all rounds.
         variance: Least variance of the noise in squared steps, if it is Skellam noise on a grid.
             Infinity stands for Gaussian noise.
     """
@@ -97,7 +99,7 @@ class View(NamedTuple):
 class SumNoise(NamedTuple):
     """Noise on the sums of a ledger for one kind of observer, as variances over C^2.
 
-    C is the clip bound, by which weights are multiplied too.
+    C is the clip bound. A client of weight w moves a sum by at most w C.
     """
 
     clients: int
@@ -112,7 +114,7 @@ class SumNoise(NamedTuple):
     """Whether the denominator hides the cohort."""
     replaced: bool
     insider: bool
-    """Whether the observer is a client."""
+    """Whether the observer is another client."""
 
     @property
     def adjacency(self) -> str:
@@ -148,7 +150,8 @@ def sum_noise(
             client, that is at most the largest noise of another.
 
     Raises:
-        ValueError: The recorded noise of a round is below its floor, `noise_multiplier`.
+        ValueError: The recorded noise of a round is below its floor, `noise_multiplier` times the
+            largest weight.
     """
     weights = np.asarray(ledger.weights, np.float64)
     noise = np.square(weights * np.asarray(ledger.client_noise, np.float64))
@@ -198,9 +201,12 @@ def upload_view(ledger: Ledger) -> View:
 def shown_by(ledger: Ledger, release: Float[np.ndarray, "#T"] | float, theorem: str) -> View:
     """Return the view of uploads, each with a released number, as one Gaussian per round.
 
+    If no client adds noise, a single entry covers all rounds.
+
     Args:
         ledger: Rounds as they happened, or as planned.
-        release: Inverse square multiplier of the release, by round or for all rounds.
+        release: Inverse square multiplier of the released number, by round or for all rounds. 0 if
+            there is none.
         theorem: Theorem that proves the epsilon.
     """
     present = np.asarray(ledger.participants, bool)

@@ -66,7 +66,7 @@ _BUFFERS = 3
 """Number of buffers of "blt"."""
 
 _MOST_CORRELATED = 100_000
-"""Most rounds of correlated noise. The errors of their strategies take a minute."""
+"""Most rounds for which `plan` tries correlated noise. Its error then takes a minute."""
 
 
 class Plan(NamedTuple):
@@ -77,8 +77,9 @@ class Plan(NamedTuple):
     mechanism: Mechanism
     """Mechanism with a clip bound of 1. Set your bound by `dataclasses.replace`.
 
-    Its sampler keeps no limit of `participations`. A simulated run therefore states the epsilon of
-    as many participations as its sampler allows, which may be larger than the plan's.
+    Its sampler does not keep to `participations`, nor in "any cohort" to `separation`. A simulated
+    run therefore states the epsilon of all participations that the sampler allows, which may be
+    larger than the plan's.
     """
     clients: int
     """Number of clients, N."""
@@ -87,7 +88,7 @@ class Plan(NamedTuple):
     delta: float
     """Failure probability of both bounds."""
     noise_multiplier: float
-    """Standard deviation of the noise on a round's sum, over the clip bound."""
+    """Standard deviation of the noise on a round's sum, over C times the largest weight."""
     pld: Epsilon
     """Smallest valid bound on epsilon."""
     rdp: Epsilon
@@ -202,12 +203,13 @@ def plan(
     separation: int | None = None,
     progress: bool = False,
 ) -> list[Plan]:
-    r"""Compare mechanisms for a deployment, least noise on the model first.
+    r"""Return the best plan of each kind of mechanism, least noise on the model first.
 
     The model has the prefix sums of the rounds' noisy means. With independent noise their root mean
     square is :math:`\frac{z}{m} \sqrt{(T + 1) / 2}` clip bounds per coordinate. With a strategy S
-    of correlated noise it is :math:`\frac{z}{m} \|A S^{-1}\|_F / \sqrt{T}`. Clipping, heterogeneity
-    and the server's optimizer are ignored.
+    of correlated noise it is :math:`\frac{z}{m} \|A S^{-1}\|_F / \sqrt{T}`
+    (`jaxfl.privacy.mechanisms.correlated`). Clipping, heterogeneity and the server's optimizer are
+    ignored.
 
     The order does not say which mechanism a deployment can run. `Plan.needs` does: most deployments
     cannot keep cohorts secret, and then only kinds that need "groups", "limits" or "nothing" count.
@@ -220,17 +222,17 @@ def plan(
         noise_multiplier: z, which determines epsilon. None if `epsilon` is given.
         delta: Failure probability. None stands for min(1e-5, 1 / (10 N)).
         kinds: Kinds to compare. Empty if only `mechanisms` count. "banded" takes the best of
-            the cycles of 2, 4, 8, 16, 32 and 64 rounds whose groups hold a cohort. Give another
-            cycle as one of `mechanisms`. "separated" also tries as many groups as there are
-            cohorts. Correlated noise is left out beyond 100,000 rounds.
+            the cycles of 2, 4, 8, 16, 32 and 64 rounds that fit in the run, and whose groups hold a
+            cohort. Give another cycle as one of `mechanisms`. "separated" also tries the most
+            groups that fit. Correlated noise is left out beyond 100,000 rounds.
         mechanisms: Further mechanisms by name, such as one of your own, each with its sampler,
-            whose cohorts must have m participants on average. Their clip bounds and noise are not
-            read. The noise that they leave follows from `Mechanism.error`.
+            whose cohorts must have m participants on average. Their clip bounds and noise
+            multipliers are not read. The noise that they leave follows from `Mechanism.error`.
         stateful: Whether clients keep a state from round to round (see `epsilon`).
         participations: k, the most rounds of a client, which the server enforces. None leaves it to
-            the sampler. A limit, also that of `separation`, leaves only "any cohort", "separated"
-            and "blt": the other kinds rest on independent coins, which a limit makes dependent (see
-            `calibrate`).
+            the sampler. A limit, also that of `separation`, leaves only the kinds "any cohort",
+            "separated" and "blt". The others rest on independent draws, which a limit makes
+            dependent (see `calibrate`).
         separation: b, the fewest rounds from one participation of a client to its next, which the
             server enforces. None leaves it to the sampler.
         progress: Whether to show a bar on the terminal's standard error.
@@ -238,7 +240,7 @@ def plan(
     Raises:
         ValueError: Both or neither of `epsilon` and `noise_multiplier` are given, the cohort does
             not fit the clients or the limits, or no kind fits. Or a mechanism of `mechanisms` has
-            other cohorts, or noise that its multiplier does not set.
+            other cohorts, an error of 0 or infinity, or noise that its multiplier does not set.
 
     >>> best, *others = plan(
     ...     clients=100_000, cohort=1000, rounds=100, epsilon=8.0, kinds=("poisson", "separated")
@@ -278,19 +280,22 @@ def plan(
         return planned_exposure(mechanism, clients, rounds, stateful=stateful, **limits)
 
     def promised(mechanism: Mechanism) -> float:
-        """Return the approximate error of a mechanism with the noise that the budget needs."""
+        """Return the approximate error of a mechanism with the noise that the budget needs.
+
+        Without a budget, return the error with a multiplier of 1.
+        """
         if epsilon is None:
             return error(mechanism, 1.0)
         return error(mechanism, rough_noise(exposed(mechanism), epsilon, delta))
 
     def needed(mechanism: Mechanism) -> float:
-        """Return the noise multiplier that the budget needs."""
+        """Return the noise multiplier that is given or that the budget needs."""
         if epsilon is None:
             return float(noise_multiplier or 0.0)
         return needed_noise(exposed(mechanism), epsilon, delta, "pld")
 
     def beaten(mechanism: Mechanism, least: float) -> bool:
-        """Return whether the mechanism exceeds the budget with noise that gives error `least`."""
+        """Return whether the mechanism exceeds a given budget if its error is to be `least`."""
         if epsilon is None:
             return False
         enough = exposed(mechanism).scaled(least / error(mechanism, 1.0))

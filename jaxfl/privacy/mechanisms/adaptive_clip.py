@@ -39,12 +39,12 @@ class AdaptiveClip(Mechanism):
         \bar b &= \frac{1}{qN} \Big( \sum_i (b_i - \tfrac12) + N(0, \sigma_b^2) \Big) + \tfrac12, \\
         C_{t+1} &= C_t e^{-\eta (\bar b - \gamma)}
 
-    Here :math:`q N` is the expected cohort. A client contributes its clipped update and
-    :math:`\kappa (b_i - 1/2)` as one vector, whose joint bound is
+    Here :math:`q N` is the denominator, by default the expected cohort. A client contributes its
+    clipped update and :math:`\kappa (b_i - 1/2)` as one vector, whose joint bound is
     :math:`C_t \sqrt{1 + \kappa^2 / (4 C_t^2)}`. One Gaussian of multiplier z on it adds noise of
     :math:`z_\Delta C_t` on the update and :math:`\sigma_b` on the bits, with
     :math:`z_\Delta = (z^{-2} - (2 \sigma_b)^{-2})^{-1/2}` and
-    :math:`\kappa = z_\Delta C_t / \sigma_b`.
+    :math:`\kappa = z_\Delta C_t / \sigma_b`. Without that noise :math:`\kappa` is :math:`C_t`.
 
     Args:
         clip: :math:`C_1`, the bound of the first round.
@@ -53,6 +53,11 @@ class AdaptiveClip(Mechanism):
         rate: :math:`\eta`, the step size of the bound.
         bit_noise: :math:`\sigma_b`, std on the sum of bits, above z / 2. None stands for a 20th of
             the expected cohort.
+
+    All other arguments are those of `Mechanism`.
+
+    Raises:
+        ValueError: `clip` is infinite, or the multiplier differs by round.
 
     Guarantee: The guarantee of `Mechanism`, by the Gaussian mechanism on update and bit together.
         Bounds are post-processing.
@@ -75,7 +80,12 @@ class AdaptiveClip(Mechanism):
             )
 
     def init(self, key: Key[Array, "*S"], update: Callable[[], Tree], clients: int) -> ClipState:
-        """Return the bound of the first round, or raise an error if `bit_noise` is too small."""
+        """Return the bound of the first round, and the scale of the bit over it.
+
+        Raises:
+            ValueError: `bit_noise` is at most half the noise multiplier. A traced multiplier is not
+                checked.
+        """
         del key, update
         bits = self._bit_noise(clients)
         z = self.noise_multiplier_table[0]
@@ -94,7 +104,7 @@ class AdaptiveClip(Mechanism):
     def draw(
         self, key: Key[Array, "*S"], memory: ClipState, index: Int[Array, ""], clients: int
     ) -> Cohort:
-        """Draw the cohort, and note the round's bound as `clip`."""
+        """Draw the cohort, and return it with the round's bound as the note `clip`."""
         return super().draw(key, memory, index, clients)._replace(notes={"clip": memory.clip})
 
     def update_bound(self, memory: ClipState) -> Float[Array, ""]:
@@ -136,7 +146,7 @@ class AdaptiveClip(Mechanism):
         return noisy["update"], std, memory._replace(clip=moved)
 
     def describe(self, ledger: Ledger) -> list[str]:
-        """Return how the bound moves, and how noise is split between updates and bits."""
+        """Return sentences on how the bound moves, and how updates and bits share the noise."""
         found = ledger.notes.get("clip", np.zeros(0))
         seen = f", here from {np.min(found):.4g} to {np.max(found):.4g}" if len(found) else ""
         lines = [

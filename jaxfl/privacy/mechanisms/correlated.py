@@ -3,16 +3,17 @@ r"""Noise that is correlated over rounds, so that more of it cancels in the mode
 This is DP-FTRL, or matrix factorisation. The noise of all rounds is :math:`n = S^{-1} \xi` with
 fresh :math:`\xi_t \sim N(0, z^2 C^2)`. The strategy S is a lower-triangular Toeplitz matrix of
 coefficients :math:`1 = c_0, c_1, \dots \ge 0`. The server's model after t rounds has the prefix
-sums of n. Their root mean square is that of :math:`A S^{-1}`, where A has lower-triangular ones.
+sums of n. Over z C, their root mean square is :math:`\|A S^{-1}\|_F / \sqrt{T}`, where A has ones
+on and below its diagonal, and T is the number of rounds.
 
-A client that takes part in the rounds P moves :math:`S x` by at most :math:`\|S \mathbf{1}_P\|_2`
-clip bounds. Equal updates are the worst within the bound, because :math:`S^\top S` has no negative
-entry. The run is one Gaussian of multiplier :math:`z / \|S \mathbf{1}_P\|_2`, exactly, even if P is
-known, for every data-independent sampler. Under `CyclicPoisson` with at least as many groups as S
-has bands it is amplified. The turns of a client are then Poisson-sampled Gaussians of multiplier
-:math:`z / \|c\|_2`.
+Let x be the sums of the rounds without noise. A client that takes part in the rounds P moves
+:math:`S x` by at most :math:`\|S \mathbf{1}_P\|_2` clip bounds. Equal updates are the worst within
+the bound, because :math:`S^\top S` has no negative entry. The run is one Gaussian of multiplier
+:math:`z / \|S \mathbf{1}_P\|_2`, exactly, even if P is known, for every data-independent sampler.
+Under `CyclicPoisson` with at least as many groups as S has bands the run is amplified. The turns of
+a client are then Poisson-sampled Gaussians of multiplier :math:`z / \|c\|_2`.
 
-A plan knows of a client's rounds only that they are at most k, each at least b after the last. If c
+Limits say of a client's rounds only that they are at most k, each at least b after the last. If c
 has at most b coefficients, the columns of S in P do not overlap, and the norm is at most
 :math:`\sqrt{k} \|c\|_2`. If c does not increase, the norm is largest for P = {0, b, ..., (k - 1) b}
 (Kalinin and Lampert, Banded Square Root Matrix Factorization for Differentially Private Model
@@ -76,7 +77,7 @@ class CorrelatedNoise(Mechanism):
 
     @property
     def bands_at_most(self) -> int | float:
-        """Number of nonzero coefficients, or infinity if there is no limit."""
+        """Largest number of nonzero coefficients, or infinity if there is no limit."""
         return math.inf
 
     def check_fits(self, clients: int, rounds: int) -> None:
@@ -129,7 +130,7 @@ class CorrelatedNoise(Mechanism):
     ) -> View:
         """Return one Gaussian for the run, or the amplified turns of a client.
 
-        For uploads, or without clipping, it is the view of `Mechanism`.
+        With one band, for uploads, or if nothing is clipped or sent, it is the view of `Mechanism`.
         """
         view = super().view(ledger, observer, replaced=replaced, one_round=one_round)
         rounds = len(ledger.participants)
@@ -147,7 +148,7 @@ class CorrelatedNoise(Mechanism):
         return run._replace(multiplier=multiplier, replaced=replaced, grows=True, turn=0)
 
     def describe(self, ledger: Ledger) -> list[str]:
-        """Return a sentence about the noise in the model."""
+        """Return a list of one sentence about the noise in the model."""
         rounds = max(1, len(ledger.participants))
         error = prefix_error(self.strategy(rounds))
         plain = prefix_error(np.ones(1), rounds)
@@ -193,10 +194,16 @@ class BandedNoise(CorrelatedNoise):
         coefficients: c_1, ..., c_{b-1}, at least 0, for instance found by numerical optimisation.
             None stands for those of the square root.
 
+    All other arguments are those of `Mechanism`.
+
+    Raises:
+        ValueError: The multiplier differs by round, clients add noise, `noise` is "grid", or there
+            are not b - 1 coefficients.
+
     Guarantee: See `jaxfl.privacy.mechanisms.correlated`. For a client with rounds P the run is one
-        Gaussian of multiplier :math:`z / \|S \mathbf{1}_P\|_2`. That is
-        :math:`z / (\sqrt{k} \|c\|_2)` if its k rounds are b apart (`MinSeparation`). Under
-        `CyclicPoisson` with b groups or more it is amplified.
+        Gaussian of multiplier :math:`z / \|S \mathbf{1}_P\|_2`. That is at least
+        :math:`z / (\sqrt{k} \|c\|_2)` if the client's k rounds are at least b apart
+        (`MinSeparation`). Under `CyclicPoisson` with b groups or more the run is amplified.
     References: Choquette-Choo et al., (Amplified) Banded Matrix Factorization, NeurIPS 2023;
         Fichtenberger et al., Constant Matters, ICML 2023 (coefficients).
     """
@@ -232,7 +239,7 @@ class BandedNoise(CorrelatedNoise):
         return jax.tree.map(lambda leaf: jnp.zeros((self.bands - 1, *leaf.shape)), update())
 
     def correlate(self, memory: Tree, fresh: Tree) -> tuple[Tree, Tree]:
-        """Return the noise, and the last noises with the newest first."""
+        """Return the noise, and the last b - 1 noises with the newest first."""
         before = jnp.asarray(self.strategy(self.bands)[1:], jnp.float32)
         noise = jax.tree.map(
             lambda leaf, past: leaf - jnp.tensordot(before, past, 1), fresh, memory
@@ -260,6 +267,12 @@ class BLTNoise(CorrelatedNoise):
             noise.
         scales: :math:`\omega`, at least 0, one per buffer.
         decays: :math:`\theta`, in [0, 1), one per buffer.
+
+    All other arguments are those of `Mechanism`.
+
+    Raises:
+        ValueError: The multiplier differs by round, clients add noise, `noise` is "grid", or there
+            are not as many scales as decays.
 
     Guarantee: The guarantee of `BandedNoise`, without amplification, because S has unbounded bands.
     References: Dvijotham et al., Efficient and Near-Optimal Noise Generation for Streaming
@@ -318,13 +331,13 @@ class BLT(NamedTuple):
 def blt(buffers: int, rounds: int, separation: int = 1, participations: int | None = None) -> BLT:
     """Return scales and decays for `BLTNoise` that leave little noise in the model.
 
-    They are a local optimum of the root mean square of the prefix sums' noise at one epsilon, by
-    Nelder and Mead's method.
+    Nelder and Mead's method seeks a local optimum of the root mean square of the prefix sums' noise
+    at one epsilon.
 
     Args:
         buffers: Number of buffers.
         rounds: Number of rounds.
-        separation: Number of rounds from one participation of a client to its next.
+        separation: Fewest rounds from one participation of a client to its next.
         participations: Most rounds in which a client takes part. None allows as many as
             `separation` does.
 
@@ -362,7 +375,7 @@ def blt(buffers: int, rounds: int, separation: int = 1, participations: int | No
 def exposures(
     strategy: Float[np.ndarray, "T"], participants: Bool[Any, "T C"]
 ) -> Float[np.ndarray, "#C"]:
-    r"""Return the most clip bounds by which each client moves :math:`S x`.
+    r"""Return the most clip bounds by which each client moves :math:`S x`, for the rounds' sums x.
 
     That is :math:`\|S \mathbf{1}_P\|_2` of the client's rounds P. The result is one number for all
     clients, the largest, if `participants` is a `Turns`, or repeats one column by a stride of 0.
@@ -402,9 +415,10 @@ def rounding_error(strategy: Float[np.ndarray, "n"], rounds: int) -> float:
     r"""Return about how far single precision moves the fresh noise in the last of many rounds.
 
     The result is in stds of the fresh noise. Noise n_t is rounded by up to
-    :math:`2^{-24} \sum_k c_k |n_{t-k}|`. It has a std of :math:`\|h\|` for the first t coefficients
-    h of :math:`S^{-1}`. Together that is :math:`2^{-24} \|c\|_1 \|h\|`. Rounds beyond the given
-    coefficients are extrapolated from the last two quarters of them.
+    :math:`2^{-24} \sum_k c_k |n_{t-k}|`. The std of n_t is :math:`\|h\|` for the first t
+    coefficients h of :math:`S^{-1}`. Together that is :math:`2^{-24} \|c\|_1 \|h\|`. For
+    rounds beyond the given coefficients, :math:`\|h\|` is extrapolated from the last two quarters
+    of h, and :math:`\|c\|_1` is not.
 
     Args:
         strategy: First coefficients of S.
@@ -436,8 +450,8 @@ def rounding_error(strategy: Float[np.ndarray, "n"], rounds: int) -> float:
 def worst_exposure(strategy: Float[np.ndarray, "T"], turns: Turns) -> float:
     r"""Return the largest :math:`\|S \mathbf{1}_P\|_2` of a client's rounds P, without a table.
 
-    Clients of the first group begin first. The norms of others are those of the first rounds of
-    their :math:`S \mathbf{1}_P`.
+    Clients of the first group begin first. For other clients :math:`S \mathbf{1}_P` is the same,
+    but later and cut at the last round, so its norm is no larger.
 
     Args:
         strategy: Coefficients of S.

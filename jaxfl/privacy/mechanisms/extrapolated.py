@@ -61,7 +61,7 @@ class Extrapolated(Mechanism):
     def draw(
         self, key: Key[Array, "*S"], memory: Tree, index: Int[Array, ""], clients: int
     ) -> Cohort:
-        """Draw the cohort, and scale the round's multiplier by m / m'."""
+        """Draw the cohort, and return it with the round's multiplier scaled by m / m'."""
         drawn = super().draw(key, memory, index, clients)
         scaled = drawn.numbers.noise_multiplier * self._share(clients)
         return drawn._replace(numbers=drawn.numbers._replace(noise_multiplier=scaled))

@@ -1,12 +1,13 @@
 """The mechanism: how updates are bounded, noised and averaged, and what that guarantees.
 
 `Mechanism` is the Gaussian mechanism. Another mechanism is a subclass in a file of its own that
-replaces some of five hooks:
+replaces some of its hooks. The main ones are:
 
 - `init` returns the memory before the first round.
 - `draw` draws the participants of a round.
 - `contribute` returns what a participant adds to the sum. The engine has bounded its update.
-- `aggregate` returns the noisy mean, and the memory of the next round.
+- `aggregate` returns the noisy mean, the std of the server's noise, and the memory of the next
+  round.
 - `view` returns what an observer of the ledger learns, next to the code of the noise that it
   accounts for.
 
@@ -52,7 +53,7 @@ from jaxfl.privacy.sums import narrow
 from jaxfl.types import Ledger, Message, Number, Tree
 
 MOST_NOISE = 1e8
-"""Largest noise multiplier. More noise would exceed the 64 bits of a sum."""
+"""Largest noise multiplier or client noise. More noise would exceed the 64 bits of a sum."""
 
 _SMALL = 2.0**-63
 """Smallest positive number that single precision must square."""
@@ -60,7 +61,8 @@ _SMALL = 2.0**-63
 _LARGE = 2.0**50
 """Largest number that single precision must square.
 
-It holds squares of numbers from `_SMALL` to here, products of any two, and sums of 10^7 of these.
+Single precision holds squares of numbers from `_SMALL` to this one, products of any two, and sums
+of 10^7 of these.
 """
 
 _LEAST_CLIP = 1e-10
@@ -102,7 +104,7 @@ class Contribution(NamedTuple):
     update: Tree
     """Arrays that are weighted and added up, with the client's noise."""
     norm: Float[Array, ""]
-    """Norm of `update` before noise, or a bound on it."""
+    """Norm of `update` before noise, or a bound on it. NaN if the client's update had a NaN."""
     row: Tree = ()
     """Arrays that reach `aggregate` as they are, one row for each participant."""
 
@@ -162,6 +164,10 @@ class Mechanism:
         communicates: Whether anything ever leaves a client. If not, epsilon is 0.
         noise: "float" draws in single precision. "grid", for the server's noise only, draws whole
             steps of a grid, exactly.
+
+    Raises:
+        ValueError: There is noise without a finite `clip`, a number is too small or too large for
+            single precision, or clients add noise and `noise` is "grid".
 
     Guarantee: Client-level privacy under zero-out adjacency. The sensitivity of the sum is
         `C max w`. With noise, sums are exact whatever the number of clients and their order
@@ -258,6 +264,9 @@ class Mechanism:
             client: Sender.
             sent: Bounded message of the client, with zeros if it was not finite.
             norm: Norm of the client's update before bounding.
+
+        Raises:
+            ValueError: The message has an `extra`, which this mechanism does not read.
         """
         if sent.extra is not None:
             raise ValueError(
@@ -281,7 +290,7 @@ class Mechanism:
     ) -> Tree:
         """Return the update with the client's noise.
 
-        An update that was not finite, and is zero now, gets it too, because accountants count it.
+        An update that was not finite, and is zero now, gets noise too, as accountants assume.
         """
         if not self.clients_noisy:
             return update
@@ -319,7 +328,7 @@ class Mechanism:
     def divisor(self, numbers: RoundNumbers, weight: Float[Array, ""]) -> Float[Array, ""]:
         """Return the denominator of the aggregate, given the realised sum of weights.
 
-        For an empty cohort, "participants" gives 1.
+        If that sum is 0, as for an empty cohort, "participants" gives 1.
         """
         if self.denominator == "expected":
             return numbers.denominator
@@ -367,6 +376,9 @@ class Mechanism:
         """Return the worst-case ledger of a planned run.
 
         Every client participates in every round it can.
+
+        Raises:
+            ValueError: The tables do not fit (see `check_fits`).
         """
         self.check_fits(clients, rounds)
         noise = _row_per_round(self.client_noise_table, rounds)
@@ -438,12 +450,12 @@ class Mechanism:
 
     @property
     def noisy(self) -> bool:
-        """Whether any noise is ever drawn."""
+        """Whether any noise is ever drawn. A sweep's traced number counts as noise."""
         return self.server_noisy or self.clients_noisy
 
     @property
     def server_noisy(self) -> bool:
-        """Whether the sum has a floor of noise."""
+        """Whether the sum has a floor of noise. A sweep's traced number counts as one."""
         return traced(self.noise_multiplier) or bool(np.any(np.asarray(self.noise_multiplier)))
 
     @property
@@ -453,7 +465,7 @@ class Mechanism:
 
     @property
     def clients_noisy(self) -> bool:
-        """Whether clients add noise."""
+        """Whether clients add noise. A sweep's traced number counts as noise."""
         return traced(self.client_noise) or bool(np.any(np.asarray(self.client_noise)))
 
     @property
@@ -468,23 +480,26 @@ class Mechanism:
 
     @property
     def noise_multiplier_table(self) -> Float[np.ndarray | Array, "T"]:
-        """Noise multiplier z by round, or one entry if it is constant."""
+        """Noise multiplier z by round, or one entry if it is a number."""
         return _in_double(self.noise_multiplier).reshape(-1)
 
     @property
     def client_noise_table(self) -> Float[np.ndarray | Array, "T C"]:
-        """Client noise s by round and client. Constant axes have length 1."""
+        """Client noise s by round and client. Axes that were not given have length 1."""
         value = _in_double(self.client_noise)
         return value.reshape(-1, 1) if value.ndim < 2 else value
 
     @property
     def weight_table(self) -> Float[np.ndarray, "T C"]:
-        """Weights w by round and client. Constant axes have length 1."""
+        """Weights w by round and client. Axes that were not given have length 1."""
         weights = np.ones(1) if self.weights is None else np.asarray(self.weights, np.float64)
         return np.atleast_2d(weights)
 
     def check_fits(self, clients: int, rounds: int) -> None:
-        """Require tables that cover all rounds and clients, and a possible cohort."""
+        """Require tables that cover all rounds and clients, and a possible cohort.
+
+        Some client must have a weight above 0 in each round.
+        """
         check_count("clients", clients)
         check_count("rounds", rounds)
         self.sampling.expected(clients)
@@ -505,9 +520,10 @@ class Mechanism:
 
 
 def round_numbers(mechanism: Mechanism, clients: int, index: Int[Array, ""]) -> RoundNumbers:
-    """Return the tables' rows for round `index`, which may be traced.
+    """Return the mechanism's numbers in round `index`, which may be traced.
 
-    An index beyond a table takes its last row.
+    They are rows of its tables, and the expected denominator. An index beyond a table takes the
+    last row.
     """
 
     def row(table: np.ndarray | Array) -> Array:
@@ -548,7 +564,7 @@ def server_noise(numbers: RoundNumbers, present: Float[Array, ""]) -> Float[Arra
 
 
 def noise_share(noise_multiplier: Any, sampling: Sampling, clients: int) -> Any:
-    r"""Return the std over C that each client adds, so that the sum of a mean cohort has z.
+    r"""Return the std over C that each client adds, so that a mean cohort's sum has multiplier z.
 
     It is :math:`z / \sqrt{qN}`, where qN is the expected cohort. A schedule gives one std per
     round.

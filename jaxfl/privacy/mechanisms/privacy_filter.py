@@ -46,14 +46,18 @@ class Release:
     """Number that each participant releases, and the client noise that all numbers set.
 
     Client i's number is clipped to [low, high], gets noise of std r times high - low, and is
-    clipped again. It is public from then on, and 0 before the first release. From the next round on
-    the client adds noise :math:`s_{t,i} = s_t / f_i`, where f are the `shares` of all numbers.
+    clipped again. It is public from then on, and 0 before the first release. In every round the
+    client adds noise :math:`s_{t,i} = s_t / f_i`, where f are the `shares` of the numbers that were
+    public before the round.
 
     Args:
         shares: Function from the numbers `[C]` to each client's share of the round's budget `[C]`.
         low: Least number, above 0 if there is noise.
         high: Greatest number, finite if there is noise.
         noise: r, std over high - low.
+
+    Raises:
+        ValueError: `high` is not above `low`, or there is noise and `low` is 0 or `high` infinite.
     """
 
     shares: Callable[[Float[Array, "C"]], Float[Array, "C"]] = dataclasses.field(repr=False)
@@ -77,7 +81,7 @@ class Accounts(NamedTuple):
     released: Float[Array, "C"]
     """Last released number, or 0 if there is none yet."""
     spent: Float[Array, "C"]
-    """Sum of the inverse square multipliers of all messages."""
+    """Sum of the inverse square multipliers of all messages. Without a filter it stays 0."""
 
 
 @checked(**FIELDS, least_total=at_least_0)
@@ -95,6 +99,11 @@ class PrivacyFilter(Mechanism):
             then no guarantee with a release, and that of `Mechanism` without one.
         release: Number that each participant releases in addition to its update (`Message.extra`),
             which sets the client noise. None releases no number.
+
+    All other arguments are those of `Mechanism`.
+
+    Raises:
+        ValueError: `noise` is "grid", or there is a filter and the release has no noise.
 
     Guarantee: Replace-one for the observer of uploads, and so zero-out for that of sums. The
         epsilon is that of one Gaussian with multiplier m, by fully adaptive composition.
@@ -134,9 +143,9 @@ class PrivacyFilter(Mechanism):
     def draw(
         self, key: Key[Array, "*S"], memory: Accounts, index: Int[Array, ""], clients: int
     ) -> Cohort:
-        """Return the drawn clients that can afford the round.
+        """Draw clients, and return those that can afford the round.
 
-        Their noise follows from past releases.
+        With a release their noise follows from past releases. Without a filter all can afford it.
         """
         drawn = super().draw(key, memory, index, clients)
         sampled = drawn.sampled
@@ -189,7 +198,7 @@ class PrivacyFilter(Mechanism):
     def aggregate(
         self, key: Key[Array, "*S"], memory: Accounts, cohort: Cohort, total: Total, mesh: Mesh
     ) -> tuple[Tree, Float[Array, ""], Accounts]:
-        """Return the aggregate, and accounts of what the participants released and spent."""
+        """Return the aggregate, the std of the server's noise, and the accounts after the round."""
         aggregate, std, _ = super().aggregate(key, memory, cohort, total, mesh)
         released, spent = memory
         if self.release is not None:
@@ -205,7 +214,11 @@ class PrivacyFilter(Mechanism):
     ) -> View:
         """Return the filter's bound for every observer, because sums follow from uploads.
 
-        Without a filter it is the view of `Mechanism`, or no bound if numbers are released.
+        For single rounds it is the view of a client's messages. Without a filter it is the view of
+        `Mechanism`, or no bound if numbers are released.
+
+        Raises:
+            ValueError: A client's messages in the ledger exceed the filter's bound.
         """
         view = super().view(ledger, observer, replaced=replaced, one_round=one_round)
         # Such a view covers the entire run already: nothing is sent, or nothing is bounded.
@@ -227,7 +240,7 @@ class PrivacyFilter(Mechanism):
         return one_gaussian(self.least_total, _THEOREM, "a filter that stops nobody")
 
     def planned(self, clients: int, rounds: int) -> Ledger:
-        """Return a ledger with at most the rounds that each client can afford.
+        """Return a ledger with the rounds that each client can afford, or all without a filter.
 
         Every client has its full share of the budget.
         """
@@ -239,7 +252,7 @@ class PrivacyFilter(Mechanism):
         return topped_up(plan._replace(participants=self._affordable(plan)))
 
     def describe(self, ledger: Ledger) -> list[str]:
-        """Return a sentence on the filter and its released numbers, or none without a filter."""
+        """Return a list of one sentence on filter and release, or an empty one without a filter."""
         del ledger
         if not self.least_total:
             return []
@@ -257,7 +270,7 @@ class PrivacyFilter(Mechanism):
         return (2 / noise) ** 2 + of_release
 
     def _affordable(self, ledger: Ledger) -> Bool[np.ndarray, "T C"]:
-        """Return a ledger's participants that the filter admits."""
+        """Return a table of those participants of a ledger that the filter admits."""
         present = np.asarray(ledger.participants, bool).copy()
         with np.errstate(divide="ignore", invalid="ignore"):
             costs = np.broadcast_to(upload_costs(ledger, _release_costs(ledger)), present.shape)

@@ -26,7 +26,10 @@ class Robust(Mechanism):
     """Mechanism that combines the clipped updates of all participants by `combine`, not by a sum.
 
     Each clipped update is kept until the end of the round, so memory holds as many updates as the
-    sampler may draw. A round without participants changes nothing.
+    sampler may draw. The aggregate of a round without participants is 0.
+
+    Raises:
+        ValueError: There is noise, or weights are given.
     """
 
     def __post_init__(self) -> None:
@@ -82,7 +85,7 @@ class Robust(Mechanism):
     def view(
         self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False
     ) -> View:
-        """Return a view without any protection, unless nothing leaves the clients."""
+        """Return a view without any protection, unless nothing has left the clients."""
         view = super().view(ledger, observer, replaced=replaced, one_round=one_round)
         if view.whole:
             return view
@@ -97,6 +100,9 @@ class Robust(Mechanism):
 @dataclasses.dataclass(frozen=True, eq=False)
 class Median(Robust):
     """Median of the participants' updates, coordinate by coordinate.
+
+    Raises:
+        ValueError: There is noise, or weights are given.
 
     Guarantee: None.
     References: Yin et al., Byzantine-Robust Distributed Learning: Towards Optimal Statistical
@@ -122,6 +128,9 @@ class TrimmedMean(Robust):
 
     Args:
         share: :math:`\beta`, the share of values that is left out at each end, below a half.
+
+    Raises:
+        ValueError: `share` is a half or more, there is noise, or weights are given.
 
     Guarantee: None.
     References: Yin et al., Byzantine-Robust Distributed Learning: Towards Optimal Statistical
@@ -164,7 +173,10 @@ class Krum(Robust):
 
     Args:
         byzantine: f, the number of a round's participants that may lie.
-        keep: m, the number of averaged updates, at most the participants of a round.
+        keep: m, the number of averaged updates. A round of fewer participants averages all.
+
+    Raises:
+        ValueError: There is noise, or weights are given.
 
     Guarantee: None.
     References: Blanchard et al., Machine Learning with Adversaries: Byzantine Tolerant Gradient
@@ -201,7 +213,7 @@ class Krum(Robust):
 
 
 def _ordered(rows: Tree, present: Bool[Array, "R"], use: Callable[[Array], Array]) -> Tree:
-    """Apply `use` to the ascending values of each coordinate.
+    """Return the result of `use` for the ascending values of each coordinate.
 
     Rows beyond the participants count as infinity, and come last.
     """

@@ -76,7 +76,7 @@ class Skellam(Mechanism):
     Sums of independent ones are Skellam again, of the summed variance. With at least n shares the
     sum has a noise of s steps or more, which is :math:`z_t C`. The aggregate is :math:`g_t S_t`
     over the denominator, with :math:`S_t` read as a number from :math:`-2^{b-1}` to
-    :math:`2^{b-1}`. This is what secure aggregation computes, which hides everything but
+    :math:`2^{b-1} - 1`. This is what secure aggregation computes, which hides everything but
     :math:`S_t`.
 
     Args:
@@ -90,6 +90,12 @@ class Skellam(Mechanism):
             planned epsilon. n is the mean number of drawn clients times (1 - dropout), rounded up.
             A larger value gives each share more noise. `Dropouts` lets clients of the simulation
             drop out.
+
+    All other arguments are those of `Mechanism`.
+
+    Raises:
+        ValueError: `clip` is infinite, `noise` is "float", the multiplier is 0 in some round, or
+            `client_noise` or `weights` are given.
 
     Guarantee: Client-level privacy under zero-out adjacency, by Rényi divergences
         (`accountants.py`). Each :math:`x_i` is shortened until its norm, summed in
@@ -132,7 +138,7 @@ class Skellam(Mechanism):
             )
 
     def fewest_shares(self, clients: int) -> int:
-        """Return n, the least number of shares that may arrive for the noise to be complete.
+        """Return n, the number of shares that must arrive for the noise to be complete.
 
         Args:
             clients: Number of clients.
@@ -152,7 +158,12 @@ class Skellam(Mechanism):
         return max(1, math.ceil((1 - self.dropout) * expected - 1e-9))
 
     def init(self, key: Key[Array, "*S"], update: Callable[[], Tree], clients: int) -> Shares:
-        """Return the distribution of a share, or raise an error if sums could wrap too often."""
+        """Return the distribution of a share, and n.
+
+        Raises:
+            ValueError: A coordinate of a sum could wrap with a probability above 1e-9. This is not
+                checked for a traced noise multiplier.
+        """
         del key, update
         least = self.fewest_shares(clients)
         self._check_modulus(clients)
@@ -162,7 +173,7 @@ class Skellam(Mechanism):
     def draw(
         self, key: Key[Array, "*S"], memory: Shares, index: Int[Array, ""], clients: int
     ) -> Cohort:
-        r"""Draw the participants, and note their number as `shares`.
+        r"""Draw the participants, and return them with their number as the note `shares`.
 
         The client noise is that of one share, :math:`z / \sqrt{n}`.
         """
@@ -201,7 +212,7 @@ class Skellam(Mechanism):
     def aggregate(
         self, key: Key[Array, "*S"], memory: Shares, cohort: Cohort, total: Total, mesh: Mesh
     ) -> tuple[Tree, Float[Array, ""], Shares]:
-        """Return the decoded sum over the denominator. The server adds no noise."""
+        """Return the decoded sum over the denominator, a std of 0, and the memory."""
         modular = total._replace(update=wrapped(total.update, self.bits))
         return super().aggregate(key, memory, cohort, modular, mesh)
 
@@ -210,7 +221,8 @@ class Skellam(Mechanism):
     ) -> View:
         """Return the view of Skellam noise: of a round's shares, or of one share for uploads.
 
-        Against another client a round has one share less, because that client knows its own.
+        Against another client a round has one share less, because that client knows its own. A
+        single share counts, because it is that of the exposed client.
         """
         del one_round
         if not self.communicates or not len(ledger.participants):
@@ -250,7 +262,7 @@ class Skellam(Mechanism):
     def describe(self, ledger: Ledger) -> list[str]:
         """Return sentences on the rounds' shares, the sensitivities, and the chance of a wrap.
 
-        There are none for an empty ledger.
+        The list is empty for an empty ledger.
         """
         if not len(ledger.participants):
             return []
@@ -293,7 +305,10 @@ class Skellam(Mechanism):
         return True
 
     def _check_modulus(self, clients: int) -> None:
-        """Require enough bits that a coordinate wraps with a probability of at most 1e-9."""
+        """Require enough bits that a coordinate wraps with a probability of at most 1e-9.
+
+        A traced noise multiplier passes unchecked.
+        """
         levels: Any = self.noise_multiplier
         if traced(levels):
             return

@@ -623,6 +623,10 @@ PLAN = planned_ledger(mechanism(1.0), 2, 2)
             lambda: epsilon(PLAN._replace(server_noise=np.array([1.0, 0.5])), mechanism(1.0)),
             r"server_noise must .* got 0.5 in round 1 with noise_multiplier=1.0",
         ),
+        (
+            lambda: epsilon(PLAN._replace(example_noise=np.ones((3, 1))), mechanism(1.0)),
+            r"ledger.example_noise must have shape \[2, 2\], or axes of length 1, got \(3, 1\)",
+        ),
     ],
 )
 def test_wrong_arguments(call, message):

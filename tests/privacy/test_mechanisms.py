@@ -125,6 +125,9 @@ def test_update_and_bit_share_one_gaussian():
         assert stated == pytest.approx(get_epsilon_gaussian(1 / math.sqrt(2), 1e-5), rel=1e-6)
     with pytest.raises(ValueError, match="the bits alone cost more"):
         AdaptiveClip(clip=1.0, noise_multiplier=2.0, bit_noise=1.0).init(KEY, dict, 10)
+    few = AdaptiveClip(clip=1.0, noise_multiplier=1.0)
+    with pytest.raises(ValueError, match=r"bit_noise must be above 0\.5, .* got 0\.5"):
+        few.describe(planned_ledger(few, 10, 3))
 
 
 def test_banded_noise_has_the_covariance_of_its_factorisation():
@@ -206,6 +209,16 @@ def test_strategies_of_the_papers_hold_for_any_number_of_rounds():
     for mechanism in (*banded, prefixes, buffered):
         for rounds in (1, 2, 3, 1000, 5000, 100_000):
             mechanism.check_fits(11, rounds)
+
+
+def test_a_client_that_never_takes_part_reveals_nothing_of_correlated_sums():
+    participants = np.array([[True, False]] * 3)
+    for noise, worst in ((0.0, math.inf), (2.0, None)):
+        mechanism = BandedNoise(clip=1.0, noise_multiplier=noise, bands=2)
+        ledger = planned_ledger(mechanism, 2, 3)._replace(participants=participants)
+        found = epsilon(ledger, mechanism)
+        assert found.per_client[1] == 0
+        assert found.value == found.per_client[0] == (worst or found.value) > 0
 
 
 def test_correlated_noise_is_charged_for_the_rounds_of_each_client():

@@ -22,6 +22,7 @@ from jaxfl.privacy import (
     Dropouts,
     FixedSize,
     Full,
+    Mechanism,
     MinSeparation,
     Poisson,
     Skellam,
@@ -242,6 +243,13 @@ def test_no_rounding_lengthens_an_update(value):
         assert np.sum(np.asarray(whole, np.int64) ** 2) <= radius**2
     padding = numbers.in_units(made._replace(share=made.share + 3), norm, radius, jnp.float32(0.0))
     assert not np.any(padding)
+
+
+def test_a_ledger_of_other_noise_is_named():
+    ledger = planned_ledger(Mechanism(clip=1.0, noise_multiplier=1.0), 100, 3)
+    skellam = Skellam(clip=1.0, noise_multiplier=1.0, steps=512, bits=20)
+    with pytest.raises(ValueError, match=r"ledger must have the note 'shares' .* got notes \[\]"):
+        epsilon(ledger, skellam)
 
 
 def test_the_modulus_must_hold_the_largest_sum():

@@ -54,6 +54,13 @@ def check_ledger(name: str, value: Any) -> Ledger:
                 f"{name}.{field} must have shape [{rounds}, {clients}] or [{rounds}, 1], "
                 f"got {axes}. Give a row per round."
             )
+    # Without private local steps there is one row, too.
+    axes = np.shape(value.example_noise)
+    if len(axes) != 2 or axes[0] not in (1, rounds) or axes[1] not in (1, clients):
+        raise ValueError(
+            f"{name}.example_noise must have shape [{rounds}, {clients}], or axes of length 1, got "
+            f"{axes}. Give a row per round."
+        )
     for field in ("server_noise", "noise_multiplier"):
         axes = np.shape(getattr(value, field))
         if axes != (rounds,):

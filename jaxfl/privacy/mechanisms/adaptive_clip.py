@@ -87,16 +87,9 @@ class AdaptiveClip(Mechanism):
                 checked.
         """
         del key, update
-        bits = self._bit_noise(clients)
-        z = self.noise_multiplier_table[0]
-        if not traced(z) and z >= 2 * bits:
-            raise ValueError(
-                f"bit_noise must be above {z / 2:g}, because the bits alone cost more than the "
-                f"noise allows, got {bits:g} with noise_multiplier={z:g}. Give more bit_noise."
-            )
         if not self.server_noisy:
             return ClipState(jnp.float32(self.clip), jnp.float32(1.0))
-        on_update = _on_update(z, bits)
+        on_update, bits = self._split(clients)
         # A point of a sweep may have no noise, which hides no bit: any scale serves.
         scale = jnp.where(on_update > 0, on_update / bits, 1.0)
         return ClipState(jnp.float32(self.clip), scale.astype(jnp.float32))
@@ -155,20 +148,26 @@ class AdaptiveClip(Mechanism):
             f"participant{seen}"
         ]
         if self.server_noisy:
-            bits = self._bit_noise(ledger.participants.shape[1])
+            on_update, bits = self._split(ledger.participants.shape[1])
             z = float(self.noise_multiplier_table[0])
             lines.append(
                 f"noise multiplier {z:.4g} covers update and bit together: updates get "
-                f"{_on_update(z, bits):.4g} times the round's clip, and the sum of bits gets a "
+                f"{on_update:.4g} times the round's clip, and the sum of bits gets a "
                 f"std of {bits:.4g}"
             )
         return lines
 
-    def _bit_noise(self, clients: int) -> float:
-        """Return the std on the sum of bits, by default a 20th of the expected cohort."""
-        return self.bit_noise or self.sampling.expected(clients) / 20
+    def _split(self, clients: int) -> tuple[Any, float]:
+        """Return the multiplier that z leaves for updates, and the std on the sum of bits.
 
-
-def _on_update(z: Any, bits: float) -> Any:
-    """Return the multiplier that z leaves for updates if the sum of bits has a std of `bits`."""
-    return (z**-2 - (2 * bits) ** -2) ** -0.5
+        Raises:
+            ValueError: The std is at most half the noise multiplier.
+        """
+        z = self.noise_multiplier_table[0]
+        bits = self.bit_noise or self.sampling.expected(clients) / 20
+        if not traced(z) and z >= 2 * bits:
+            raise ValueError(
+                f"bit_noise must be above {z / 2:g}, because the bits alone cost more than the "
+                f"noise allows, got {bits:g} with noise_multiplier={z:g}. Give more bit_noise."
+            )
+        return (z**-2 - (2 * bits) ** -2) ** -0.5, bits

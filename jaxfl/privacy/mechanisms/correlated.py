@@ -141,16 +141,17 @@ class CorrelatedNoise(Mechanism):
         if self.sampling.gap >= self.bands_at_most and view.hidden.all():
             return view.scaled(1 / norm)._replace(theorem=f"{view.theorem}, banded factorisation")
         adjacency = "replace-one" if replaced else "zero-out"
-        exposure = norm if one_round else exposures(strategy, ledger.participants)
-        with np.errstate(divide="ignore"):
-            multiplier = np.atleast_2d(np.min(view.multiplier) / exposure)
+        exposure = np.atleast_1d(norm if one_round else exposures(strategy, ledger.participants))
+        # A client that never takes part reveals nothing, even without noise.
+        multiplier = np.full((1, len(exposure)), np.inf)
+        np.divide(np.min(view.multiplier), exposure, out=multiplier, where=exposure[None] > 0)
         run = one_gaussian(0.0, f"Gaussian, {adjacency}, matrix factorisation", view.why_infinite)
         return run._replace(multiplier=multiplier, replaced=replaced, grows=True, turn=0)
 
     def describe(self, ledger: Ledger) -> list[str]:
         """Return a list of one sentence about the noise in the model."""
         rounds = max(1, len(ledger.participants))
-        error = prefix_error(self.strategy(rounds))
+        error = self.error(rounds)
         plain = prefix_error(np.ones(1), rounds)
         return [
             "correlated noise: its root mean square in the model is "

@@ -232,7 +232,7 @@ class Skellam(Mechanism):
         if observer == "upload":
             theorem = "Skellam share, replace-one, over the rounds that a client took part in"
             return upload_view(ledger)._replace(theorem=theorem, variance=of_share)
-        shares = np.asarray(ledger.notes["shares"], np.float64)
+        shares = _shares(ledger)
         if observer == "client":
             # The only share of a round is the exposed client's own, which nobody else knows.
             shares = np.maximum(shares - 1, np.minimum(shares, 1))
@@ -267,7 +267,7 @@ class Skellam(Mechanism):
         if not len(ledger.participants):
             return []
         clients = ledger.participants.shape[1]
-        shares = np.asarray(ledger.notes["shares"])
+        shares = _shares(ledger)
         levels = np.asarray(ledger.noise_multiplier, np.float64)
         longest = self.steps / levels.min()
         # The exponential may underflow, and a bound of 0 would be false.
@@ -347,3 +347,13 @@ def _share(key: Key[Array, "*S"], memory: Shares, client: Participant, update: T
     )
     own = derive(key, CLIENT_NOISE, client.client_id)
     return unravel(draw_skellam(own, memory.thresholds, flat.size))
+
+
+def _shares(ledger: Ledger) -> Float[np.ndarray, "T"]:
+    """Return the number of noise shares in each round's sum."""
+    if "shares" not in ledger.notes:
+        raise ValueError(
+            f"ledger must have the note 'shares' of Skellam noise, got notes {list(ledger.notes)}. "
+            "Give the ledger of a run with this mechanism, or its planned one."
+        )
+    return np.asarray(ledger.notes["shares"], np.float64)

@@ -64,7 +64,7 @@ from tools.footprint.hlo import step_cost
 from tools.turns import Found, Part, run_parts, turn
 
 _TINY = 4
-"""Greatest number of clients of a trial, which runs one step per client."""
+"""Greatest number of clients of a workload with the sizes of a trial, see `_of`."""
 
 METHODS: dict[str, Callable[..., Algorithm]] = {
     "fedavg": fedavg,
@@ -85,14 +85,25 @@ class Config:
     tiny: bool = False
     """Whether sizes are those of a trial on a CPU."""
     only: tuple[str, ...] = ()
-    """Texts. Parts run if their names contain one of these. Empty stands for all parts."""
+    """Texts. Only `device` and parts whose names contain one of these run. Empty stands for all."""
     at_once: int | None = None
-    """Number of parts that have a process at the same time. None stands for half of the cores."""
+    """Number of parts that have a process at the same time.
+
+    None stands for half of the cores, or for all of them in a trial.
+    """
     out: pathlib.Path = OUT
 
 
 def main(config: Config) -> int:
-    """Run the parts, and write each result. Return 1 if a part failed or did not run, or else 0."""
+    """Run the parts, and write each result.
+
+    Returns:
+        1 if a part failed or has no result, or else 0. A part for which the time was over counts as
+        a result.
+
+    Raises:
+        SystemExit: JAX sees only a CPU and this is no trial, or another run holds the lock.
+    """
     chosen = _chosen(config)
     # Timings of a tiny run do not matter, so that every core can have a part.
     at_once = config.at_once or (cores() if config.tiny else max(1, cores() // 2))
@@ -317,7 +328,10 @@ def _peaks(population: Population) -> dict[str, float]:
 
 
 def evaluation(clients: int) -> dict[str, Any]:
-    """Run one evaluation, with up to 128 clients at a time, and return whether it is finite."""
+    """Run one evaluation with up to 128 clients at a time, and return whether losses are finite.
+
+    The result also has the number of evaluated clients.
+    """
     work = _lenet(clients)
     where, algorithm, key = (
         place(clients_of(*examples_of(work), tests=32)),
@@ -334,7 +348,8 @@ def evaluation(clients: int) -> dict[str, Any]:
 def correct() -> dict[str, Any]:
     """Return each method's largest relative difference to a CPU's shared model after 2 rounds.
 
-    Both run at full precision. The difference is divided by the model's largest number.
+    Both run at full precision. The difference is divided by the largest absolute weight
+    of the CPU's model.
     """
     work = dataclasses.replace(WORKLOADS["mlp"], clients=8, examples=32)
     clients, model = clients_of(*examples_of(work), tests=8), mlp(work.input_shape, hidden=(32,))
@@ -356,9 +371,9 @@ def correct() -> dict[str, Any]:
 
 
 def kernels() -> dict[str, Any]:
-    """Return the largest relative difference of each form's gradients to JAX's convolutions.
+    """Return the largest relative difference of each form's gradients to those of "lax", by form.
 
-    The gradients are those of 3 clients.
+    The gradients are those of 3 clients. A CPU leaves out "pallas".
     """
     inputs, found = jax.random.bits(jax.random.key(0), (32, 8, 8, 1), "uint8"), {}
     for form in get_args(Form):
@@ -390,7 +405,7 @@ def _lenet(clients: int) -> Workload:
 def _of(name: Name, clients: int) -> Workload:
     """Return a workload for `clients` clients, with at most 96 examples each.
 
-    A trial has one step.
+    A trial has one batch of examples, and one step. FedDPA takes a step in each of its four epochs.
     """
     known, tiny = WORKLOADS[name], clients <= _TINY
     batch = known.batch_size
@@ -479,7 +494,7 @@ def population(number: int) -> dict[str, Any]:
 
 
 def out_of_memory(chunk: int) -> dict[str, Any]:
-    """Return the requested chunk, and the chunk that fits after halving it."""
+    """Return the requested chunk, and the one that remains after halving it until it fits."""
     work = _lenet(chunk)
     # The default form needs too little memory.
     algorithm = algorithm_of(work, model=model_of(work, "im2col"))
@@ -539,7 +554,10 @@ def torch_speed(name: Name, looped: int, clients: int, chunk: int) -> Found:
 
 
 def profile(name: Name, clients: int, chunk: int) -> dict[str, Any]:
-    """Return the milliseconds of a round's kernels on a GPU, and the percentages of the longest."""
+    """Return the milliseconds of a round's kernels on a GPU, and the percentages of the 14 longest.
+
+    Kernels whose names have the same first 60 characters count together.
+    """
     work = _of(name, clients)
     where = place(clients_of(*examples_of(work)), jax.devices()[:1])
     with turn("compile"):

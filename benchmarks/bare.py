@@ -1,4 +1,4 @@
-"""Lower bounds for the engine: local SGD on prepared data, and the cost of a Fisher diagonal."""
+"""Local SGD on prepared data, a lower bound for the engine, and the cost of a Fisher diagonal."""
 
 import functools
 from collections.abc import Callable
@@ -79,14 +79,16 @@ def bare_round(
 def sum_over_clients(
     client_fn: Callable[..., Tree], population: Population, specs: tuple[P, ...], chunk: int
 ) -> Callable[..., Tree]:
-    """Return a program that sums `client_fn` over all clients, in a loop like the engine's.
+    """Return a program that sums `client_fn` over all slots, in a loop like the engine's.
+
+    The sum matters only as work: slots of padding count, and so do repetitions in a last chunk.
 
     Args:
         client_fn: Function of `(slot, *arguments)`. `slot` counts the clients of its device.
         population: Clients on their devices.
-        specs: Sharding of the arguments.
-        chunk: Clients vectorised at a time on each device. A partial last chunk costs as much as a
-            full one.
+        specs: Sharding of each argument.
+        chunk: Clients vectorised at a time on each device. A partial last chunk repeats its
+            last client, and costs as much as a full one.
     """
     mesh = population.mesh
     slots_per_device = population.num_slots // mesh.size
@@ -113,7 +115,7 @@ def fisher_cost(
 ) -> float:
     """Return the median time of the exact Fisher diagonal, relative to plain gradients.
 
-    Both take turns on the same batches. On a CPU it is processor time.
+    Both take turns on the same batches. On a CPU, processor time is measured.
 
     Args:
         model: The network.

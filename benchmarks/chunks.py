@@ -1,4 +1,4 @@
-"""Seconds per client of one round, by chunk and by cohort.
+"""Milliseconds per client of one round, by chunk and by cohort.
 
 python -m benchmarks.chunks
 """

@@ -32,7 +32,7 @@ OUT = pathlib.Path("runs/benchmarks")
 """Default folder of a benchmark's files."""
 
 Row = Mapping[str, Any]
-"""A line of a table, with raw numbers by the names of the columns."""
+"""A line of a table: values before formatting, by the names of the columns."""
 
 
 def in_turn(
@@ -40,7 +40,7 @@ def in_turn(
     repeats: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Time programs, with one call to warm up, and then `repeats` turns of all of them.
+    """Time programs in `repeats` turns, after one call of each program to warm up.
 
     The programs take turns, because a machine's speed drifts.
 
@@ -65,7 +65,7 @@ def in_turn(
 
 
 def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return the median seconds of each program."""
+    """Return the median seconds of each program, by name."""
     return {name: float(np.median(values)) for name, values in seconds.items()}
 
 
@@ -100,7 +100,7 @@ def apart(
         processes: Number of processes that share the machine and all call the function. If there
             are several, `jaxfl.launch` starts them, and the value is that of the first.
         timeout: Seconds after which the process is stopped. None sets no limit.
-        environment: Environment variables, in addition to those of this process.
+        environment: Environment variables, which add to those of this process or replace them.
 
     Raises:
         RuntimeError: The process failed. The message has the end of its error output.
@@ -149,7 +149,10 @@ def cold_and_warm(call: Callable[..., Any]) -> dict[str, Any]:
 
 @functools.cache
 def machine() -> dict[str, Any]:
-    """Return processor, cores, JAX's devices and versions, by name. This starts JAX's backend."""
+    """Return facts of processor, system, JAX's devices and versions, by name.
+
+    The call starts JAX's backend.
+    """
     device, name = jax.devices()[0], platform.processor() or platform.machine()
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     if cpuinfo.exists() and (line := re.search(r"model name\s*:\s*(.*)", cpuinfo.read_text())):
@@ -179,7 +182,7 @@ def from_zero(axes: Axes) -> None:
 
 
 def bars(values: Mapping[str, float], label: str, title: str) -> Figure:
-    """Draw a horizontal bar for each value, the first on top.
+    """Return a figure with a horizontal bar for each value, the first on top.
 
     Args:
         values: Lengths of the bars by name. A bar shows both.

@@ -5,8 +5,8 @@ python -m benchmarks.compiling
 Each measurement has a process of its own. The first is cold, with an empty persistent compilation
 cache (`jax_compilation_cache_dir`). The second is warm, with the cache that the first has filled.
 `imports` starts with the process. `data` makes the data and places them on the devices. `start`
-initialises server and clients. `compile` traces and compiles the round, or reads it from the cache.
-`round` runs it.
+chooses the chunk, and initialises server and clients. `compile` traces the round, and compiles it
+or reads it from the cache. `round` runs the round.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Cost of a LeNet client's Jacobian leakage risk, relative to training, and its error.
+"""Cost and error of estimates of a LeNet client's Jacobian leakage risk.
 
 python -m benchmarks.leakage
 """
@@ -28,7 +28,7 @@ class Config:
     """Options of the benchmark."""
 
     dataset: str = "mnist"
-    """Dataset whose first examples of two classes belong to the client."""
+    """Dataset whose first training examples of classes 0 and 1 belong to the client."""
     examples: int = 500
     """Number of the client's examples."""
     probes: tuple[int, ...] = (1, 2, 4, 6, 8)
@@ -36,7 +36,7 @@ class Config:
     drawn: tuple[int, ...] = (48, 500)
     """Numbers of examples that an estimate draws."""
     seeds: int = 30
-    """Number of estimates, whose root mean square error is reported."""
+    """Number of estimates, whose relative root mean square error is reported."""
     repeats: int = 9
     out: pathlib.Path = OUT
 

@@ -39,7 +39,7 @@ class Config:
     """Number of tokens of an example."""
     rank: int = 4
     last: int = 2
-    """Number of last layers with adapters, in the variant without adapters of all layers."""
+    """Number of last layers with adapters in the second variant. In the first, all have them."""
     chunks: tuple[int, ...] = (100, 10, 1)
     """Clients vectorised at a time."""
     repeats: int = 5

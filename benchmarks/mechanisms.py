@@ -40,7 +40,10 @@ class Config:
 
 
 def ways(config: Config) -> dict[str, Callable[[Algorithm], Algorithm]]:
-    """Return functions from a workload's method to the method with another mechanism, by name."""
+    """Return functions from a workload's method to the method that is timed, by name.
+
+    The result of "Gaussian" is the method itself. Others have another mechanism, or an audit.
+    """
 
     def of(kind: type[Mechanism], **options: Any) -> Callable[[Algorithm], Algorithm]:
         names = [field.name for field in dataclasses.fields(Mechanism)]

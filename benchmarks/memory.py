@@ -3,9 +3,10 @@
 python -m benchmarks.memory
 
 Each size has a process of its own. `peak_mb` is the peak of the entire process over two rounds,
-including libraries. It is measured after the host copies of the data are freed. `beyond_data_mb` is
-`peak_mb` minus the bytes of the clients' arrays on the devices. The peak of compilation is
-separate, because it would hide that of small rounds.
+including libraries. It is measured after the host copies of the data are freed. On a CPU,
+`beyond_data_mb` is `peak_mb` minus the bytes of the clients' arrays on the devices. On an
+accelerator it is `peak_mb`, because these arrays are not in the process's resident memory. The peak
+of compilation is separate, because it would hide that of small rounds.
 """
 
 import dataclasses
@@ -40,7 +41,7 @@ class Config:
     examples: int = 64
     """Number of examples per client."""
     steps: int = 2
-    """Number of local steps, on which memory does not depend."""
+    """Number of local steps of a client."""
     out: pathlib.Path = OUT
 
 
@@ -92,9 +93,9 @@ def main(config: Config) -> None:
 def measure(
     workload: Name, examples: int, steps: int, population: int, cohort: int
 ) -> dict[str, float | None]:
-    """Return the megabytes of this process over two rounds, and of its accelerator.
+    """Return the megabytes of the data, of this process over two rounds, and of its first device.
 
-    `device_peak_mb` is None if the device does not report its peak.
+    `device_peak_mb` is None if the first device does not report its peak.
     """
     work = dataclasses.replace(
         WORKLOADS[workload], clients=population, examples=examples, steps=steps

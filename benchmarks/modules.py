@@ -110,7 +110,7 @@ class ResNet(nn.Module):
 
 
 class Mobile(nn.Module):
-    """Alternating depthwise 3x3 and pointwise 1x1 convolutions."""
+    """A 3x3 convolution, then alternating depthwise 3x3 and pointwise 1x1 convolutions."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -134,7 +134,8 @@ SEPARABLE = ((32, 1), (64, 2), (64, 1), (128, 2))
 def models(network: str) -> dict[str, Model]:
     """Return the Flax module as a model, and the models that it is compared with, by kind.
 
-    The kinds are "linen", "nnx", and "ready", which is the library's own network.
+    The kind is "linen", or "nnx" for the Flax module in nnx, or "ready" for the library's own
+    network. Only "pfl" has the second kind, and only "lenet" and "feddpa" have the third.
     """
     wrapped: dict[str, Callable[[], dict[str, Model]]] = {
         "pfl": lambda: {"linen": from_flax(Pfl(), SHAPE), "nnx": from_nnx(NnxPfl, SHAPE)},
@@ -230,7 +231,11 @@ def rounds_of(network: str, config: Config) -> dict[str, Callable[[], Any]]:
 
 
 def main(config: Config) -> None:
-    """Time the rounds of each network in turn, and print their speeds relative to PyTorch."""
+    """Time the rounds of each network in turn, and print their speeds relative to PyTorch.
+
+    Raises:
+        ValueError: `repeats` is below 5, or PyTorch is not installed.
+    """
     if config.repeats < 5:
         raise ValueError(
             f"repeats must be at least 5, got {config.repeats!r}. Give more, because medians of "

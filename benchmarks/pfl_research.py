@@ -59,7 +59,7 @@ class Clock(TrainingProcessCallback):
 
 
 def seconds_of(rounds: int) -> list[float]:
-    """Return the seconds of each round except the first, which warms up.
+    """Return the seconds of each of `rounds` rounds, after one round to warm up.
 
     Images and labels are random, because speed does not depend on their content.
     """

@@ -137,7 +137,7 @@ def measure(
 
 
 def shapes_of(work: Workload, clients: int) -> Clients:
-    """Return the clients of a workload as shapes without data."""
+    """Return the clients of a workload as shapes, with data only for `train_size`."""
     count, struct = clients * work.examples, jax.ShapeDtypeStruct
     starts = struct((clients,), np.int32)
     arrays: list[Any] = [

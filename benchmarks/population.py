@@ -42,13 +42,14 @@ class Config:
     """Streamed populations, with the first of `cohorts`. The first population also runs on the
     device."""
     cohorts: tuple[int, ...] = (1_000, 100, 10_000)
-    """Expected cohorts. All but the first have the second of `populations`."""
+    """Expected numbers of participants in a round. All but the first have the second of
+    `populations`."""
     hidden: tuple[int, ...] = (200, 64)
-    """Widths of the MLP. A head has 10 times as many numbers as the last width plus 1."""
+    """Widths of the MLP. A head has 10 weights for each unit of the last layer, and 10 biases."""
     examples: int = 20
-    """Training examples of a client, for 30 steps of its head and 2 of the extractor."""
+    """Number of training examples of a client."""
     rounds: int = 5
-    """Rounds of a turn, which are streamed without a pause."""
+    """Number of rounds of a turn, which run without a pause."""
     turns: int = 7
     """Number of turns of every case. The cases alternate."""
     out: pathlib.Path = OUT
@@ -158,7 +159,10 @@ def serve(pipe: multiprocessing.connection.Connection, case: Case, config: Confi
 
 
 def make(number: int, examples: int) -> Clients:
-    """Make `number` clients with random training examples of digits. Their rows are in a file."""
+    """Return `number` clients with `examples` random training examples of digits each.
+
+    The first one is also the client's test example. The rows are in a temporary file.
+    """
     digits, rng = load("digits"), np.random.default_rng(0)
     with tempfile.TemporaryFile() as file:
         train = np.memmap(file, np.int32, "w+", shape=(number, examples))
@@ -187,7 +191,7 @@ def watch(peak: list[int]) -> None:
 
 
 def draw(rows: list[dict[str, Any]], populations: int) -> Figure:
-    """Draw seconds and memory by population, and memory by cohort.
+    """Return a figure of seconds and memory by population, and of memory by cohort.
 
     Args:
         rows: Rows of `main`, the case on the device first.

@@ -196,9 +196,10 @@ NETWORKS = {
 
 
 def best_device(threads: int) -> str:
-    """Return "cuda" if PyTorch has an accelerator, and otherwise "cpu".
+    """Return "cuda" if PyTorch can use a GPU by that name, and otherwise "cpu".
 
-    Products on the accelerator get JAX's default precision, and the CPU gets `threads` threads.
+    The call also gives PyTorch `threads` threads on the CPU, and lets products on the GPU run in
+    TF32, as JAX does by default.
     """
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision("high")
@@ -207,7 +208,7 @@ def best_device(threads: int) -> str:
 
 
 def tensors(inputs: np.ndarray, labels: np.ndarray, device: str = "cpu") -> tuple[Tensor, Tensor]:
-    """Convert inputs and labels to tensors, with channels before height and width.
+    """Return inputs and labels as tensors, with channels before height and width.
 
     Args:
         inputs: Images `[C, N, H, W, channels]` in float32.
@@ -221,7 +222,7 @@ def tensors(inputs: np.ndarray, labels: np.ndarray, device: str = "cpu") -> tupl
 
 
 def wait(device: str) -> None:
-    """Wait until an accelerator has finished its work. A CPU has nothing to wait for."""
+    """Wait until the device "cuda" has finished its work. A CPU has nothing to wait for."""
     if device == "cuda":
         torch.cuda.synchronize()
 

@@ -2,9 +2,9 @@
 
 python -m benchmarks.round
 
-A compiled round is timed in turn with each of its parts. A part has a program of its own, with the
-round's shapes and devices, and a loop over clients like the engine's. The loop sums over clients,
-so that the compiler drops nothing:
+A compiled round is timed in turn with each of its parts. A part has a program of its own with the
+round's shapes. Parts of the clients' work run on the round's devices in a loop over clients like
+the engine's. The loop sums over clients, so that the compiler drops nothing:
 
 - sampling: Draw and list a cohort of all clients.
 - gather: Run the local training loop (order, gather, layout of batches) with a model that only adds
@@ -13,13 +13,13 @@ so that the compiler drops nothing:
   compare and merge.
 - local steps: Run `client_update` of every client, minus gather, Fisher and masks.
 - clip: Clip an update per client.
-- noise: Draw noise once for the sum, at the server.
+- noise: Draw noise once and add it to the sum, at the server.
 - rest: The remaining time of the round. It has sums over clients and devices, health checks, client
   states, ledger, and server step. It also has the difference between parts alone and together, so
   it may be negative.
 
-Bare local training (see `benchmarks.bare`) and the evaluation of all clients are timed too, as
-shares of the round.
+The evaluation of all clients is timed too, as a share of the round. So is bare local training (see
+`benchmarks.bare`), except for FedDPA.
 """
 
 import dataclasses

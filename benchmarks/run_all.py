@@ -1,6 +1,9 @@
-"""All benchmarks, each in a process of its own, and a table of their results.
+"""Most benchmarks, each in a process of its own, and a table of their results.
 
 python -m benchmarks.run_all --quick
+
+The benchmarks `whole_run`, `plan` and `accelerator` are left out, and so is `modules` without
+`--vs`.
 """
 
 import dataclasses
@@ -26,7 +29,7 @@ class Config:
     """Options of the command."""
 
     quick: bool = False
-    """Whether to run fewer sizes and repeats, in under 10 minutes on two cores."""
+    """Whether to run fewer benchmarks, sizes and repeats."""
     vs: Literal["torch"] | None = None
     """Library whose equal loop is timed for comparison (extra `[bench]`)."""
     out: pathlib.Path = OUT
@@ -122,7 +125,7 @@ def run(jobs: Mapping[str, Sequence[str]], out: pathlib.Path) -> int:
         out: Folder of the files.
 
     Returns:
-        1 if a job failed, or else 0.
+        1 if a job failed or wrote no file, or else 0.
     """
     table, failed = Table("benchmark", "seconds", "result"), []
     for name, arguments in jobs.items():
@@ -147,7 +150,7 @@ def run(jobs: Mapping[str, Sequence[str]], out: pathlib.Path) -> int:
 
 
 def main(config: Config) -> int:
-    """Run all benchmarks, and return 1 if one failed, or else 0.
+    """Run the benchmarks of `jobs`, and return 1 if one failed, or else 0.
 
     Raises:
         ValueError: PyTorch is requested, but not installed.

@@ -1,4 +1,4 @@
-"""A round of a small transformer and of a gated recurrent unit, compared with a PyTorch loop.
+"""Rounds of a gated recurrent unit, and of a small transformer compared with a PyTorch loop.
 
 python -m benchmarks.text --vs torch
 """
@@ -37,16 +37,23 @@ class Config:
     steps: int = 5
     batch_size: int = 8
     chunk: int | None = None
-    """Clients vectorised at a time on each device. None stands for 1 on a CPU."""
+    """Clients vectorised at a time on each device. None takes `usual_chunk`, 1 on a CPU."""
     repeats: int = 7
     """Number of timed rounds of each kind, taken in turn, at least 5."""
     vs: Literal["torch"] | None = None
-    """Library whose equal loop runs in turn (extra `[bench]`), on its accelerator if it has one."""
+    """Library whose loop of the transformer runs in turn, on its accelerator if it has one.
+
+    This needs the extra `[bench]`.
+    """
     out: pathlib.Path = OUT
 
 
 def main(config: Config) -> None:
-    """Print the seconds of a round, their ratio to PyTorch, and the share of the peak."""
+    """Print the seconds of a round, the speed relative to PyTorch's, and the share of the peak.
+
+    Raises:
+        ValueError: `repeats` is below 5, or PyTorch is requested but not installed.
+    """
     if config.repeats < 5:
         raise ValueError(
             f"repeats must be at least 5, got {config.repeats!r}. Give more, because medians of "

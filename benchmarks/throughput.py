@@ -40,7 +40,7 @@ class Config:
     clients: int | None = None
     """Number of clients. None takes that of the workload."""
     chunk: int | None = None
-    """Clients vectorised at a time on each device. None takes 1 on a CPU, up to 128 elsewhere."""
+    """Clients vectorised at a time on each device. None takes `usual_chunk`, 1 on a CPU."""
     devices: int | None = None
     """Number of devices. None takes all, which on a CPU is one per core."""
     repeats: int = 7
@@ -51,7 +51,13 @@ class Config:
 
 
 def main(config: Config) -> None:
-    """Time the rounds in turn with a matrix product, and print medians and shares of its peak."""
+    """Time the rounds in turn with a matrix product, and print medians and shares of its rate.
+
+    PyTorch's rounds in two processes are timed after the turns.
+
+    Raises:
+        ValueError: `repeats` is below 5, or PyTorch is requested but not installed.
+    """
     if config.repeats < 5:
         raise ValueError(
             f"repeats must be at least 5, got {config.repeats!r}. Give more, because medians of "

@@ -1,4 +1,4 @@
-"""Cost of exact top-k masks, relative to other ways and to a local step that searches for them.
+"""Cost of exact top-k masks, compared with other ways and with a client's update.
 
 python -m benchmarks.top_k
 """
@@ -67,7 +67,10 @@ WAYS: dict[str, Callable[[Array, int], Array]] = {
 
 
 def main(config: Config) -> None:
-    """Print the microseconds of a mask in each way, and the masks' share of a local step."""
+    """Print the microseconds of a mask in each way, and what masks add to a client's update.
+
+    The reference is an update whose masks come from the server's model, once for all local steps.
+    """
     rows = []
     for size in (48_000, 36_864, 10_080):
         count = int(config.density * size)

@@ -50,7 +50,11 @@ class Config:
 
 
 def main(config: Config) -> None:
-    """Time rounds in turn, and print the duration of 1,500 of them."""
+    """Time rounds in turn, and print the minutes of 1,500 of them.
+
+    Raises:
+        SystemExit: pfl-research is not installed.
+    """
     if importlib.util.find_spec("pfl") is None:
         raise SystemExit(f"pfl must be installed, got none. Run {__doc__.splitlines()[2]}.")
     from benchmarks import pfl_research as theirs

@@ -35,7 +35,8 @@ Name = Literal["lenet", "mlp", "feddpa_cnn", "resnet20", "feddpa", "pfl_cnn", "f
 class Workload:
     """A kind of round, in which every client takes `steps` SGD steps.
 
-    With `feddpa`, a client runs a full FedDPA round with this number of steps.
+    With `feddpa`, a client instead takes two epochs of Adam in each of FedDPA's two stages. `steps`
+    states how many steps these are together.
     """
 
     model: str
@@ -65,7 +66,8 @@ WORKLOADS: dict[Name, Workload] = {
 }
 """Workloads by name.
 
-`pfl_cnn` and `femnist_cnn` are Flax modules as users write them, others have our networks.
+`pfl_cnn` and `femnist_cnn` are Flax modules as users write them. The others have networks of the
+library.
 """
 
 
@@ -82,7 +84,7 @@ def examples_of(work: Workload) -> tuple[np.ndarray, np.ndarray]:
 
 
 def clients_of(inputs: np.ndarray, labels: np.ndarray, tests: int = 0) -> Clients:
-    """Make clients with a row of examples each. All have the same first `tests` test examples."""
+    """Return clients with a row of examples each. All are tested on the first `tests` examples."""
     train = inputs.reshape(-1, *inputs.shape[2:]), labels.reshape(-1)
     lists = list(np.arange(labels.size).reshape(labels.shape))
     test = train[0][:tests], train[1][:tests]
@@ -141,9 +143,9 @@ class Round(NamedTuple):
     """A compiled round."""
 
     run: Callable[[], None]
-    """Function that runs the next round, from the states of the last one, and waits for it."""
+    """Function that runs the next round, from the states of the round before, and waits for it."""
     compile_s: float
-    """Seconds to compile."""
+    """Seconds to trace and compile the round."""
     temporary_mb: float
     """Temporary memory on each device, in MB."""
     text: Callable[[], str]
@@ -151,7 +153,7 @@ class Round(NamedTuple):
 
 
 def compile_round(algorithm: Algorithm, population: Population, chunk: int) -> Round:
-    """Compile a round. The compile time does not include the data."""
+    """Return a compiled round. `compile_s` does not include the initial states."""
     key = jax.random.key(0)
     state = list(initialize(key, key, algorithm, population))
     start = time.perf_counter()
@@ -182,8 +184,8 @@ def round_flops(work: Workload) -> float:
     (`lax.conv_general_dilated`, `jnp.dot`), where zeros of the padding count. For each product a
     backward pass has two of the same size, the gradients by its weights and by its inputs. The
     first layer needs no gradient by its inputs. A FedDPA round has both stages' steps, and a
-    backward pass of each example for the Fisher diagonal. Elementwise work, pooling and the
-    server's work are left out.
+    forward and a backward pass of each example for the Fisher diagonal. Elementwise work, pooling
+    and the server's work are left out.
     """
     forward = forward_flops(work)
     example = 3 * sum(forward) - forward[0]
@@ -206,9 +208,10 @@ def forward_flops(work: Workload) -> list[float]:
 
 
 def matrix_product(population: Population) -> tuple[Callable[[], jax.Array], float]:
-    """Return a call of a large float32 product on all devices, and its floating-point operations.
+    """Return a call of a large float32 product on each device, and its floating-point operations.
 
-    Its rate is the peak of the machine. An accelerator repeats it, which hides a call's own cost.
+    The operations are those of all devices together. Their rate stands for the machine's peak. An
+    accelerator repeats the product, which hides a call's own cost.
     """
     mesh = population.mesh
     size, times = (2048, 1) if mesh.devices.flat[0].platform == "cpu" else (8192, 10)

@@ -31,27 +31,30 @@ gc.set_threshold(100_000, 50, 100)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """Give all tests of a group to one worker if there are several workers (`-n`)."""
+    """Give all tests of a group to one worker with `-n`, unless `--dist` names another mode."""
     if getattr(config.option, "numprocesses", None) and config.option.dist in ("no", "load"):
         config.option.dist = "loadgroup"
 
 
 MOST_MAPS = 20_000
-"""Greatest number of memory maps of this process. Compiled programs hold them.
+"""Number of this process's memory maps above which JAX's caches are cleared.
 
-XLA crashes at Linux's default limit of 65,530.
+Compiled programs hold memory maps. XLA crashes at Linux's default limit of 65,530.
 """
 
 MOST_GROWTH = 1.5e9
-"""Greatest growth of memory in bytes, because JAX keeps the traced functions of earlier tests."""
+"""Growth of memory in bytes above which JAX's caches are cleared.
+
+The caches keep the traced functions of earlier tests.
+"""
 
 RESIDENT = [0.0]
-"""Bytes in memory after JAX's caches were cleared for the last time."""
+"""Bytes in memory after JAX's caches were cleared for the last time. 0 before the first time."""
 
 
 @pytest.fixture(autouse=True)
 def _bounded_caches():
-    """Forget compiled programs after each test, and clear JAX's caches if they have grown too much.
+    """Forget compiled programs after each test, and clear JAX's caches if memory has grown.
 
     A program of another test may contain a part of the library that the test replaced.
     """
@@ -74,7 +77,7 @@ def resident(process: pathlib.Path) -> float:
 
 @pytest.fixture(scope="session")
 def tfds_dir() -> str:
-    """Return the folder with prepared real datasets, or skip the test if there is none."""
+    """Return the folder with prepared real datasets, or skip the test if it has no CIFAR-10."""
     folder = os.environ.get("TFDS_DATA_DIR")
     if not folder or not os.path.isdir(os.path.join(folder, "cifar10")):
         pytest.skip("no prepared datasets: set TFDS_DATA_DIR to a folder that holds them")

@@ -28,7 +28,7 @@ DENSE = 28
 OPENER = re.compile(
     r"(Of|To|By|As|With|Where|In|On|From|For|At|Within|Besides?|Beyond)\b",
 )
-"""Words that no docstring begins with."""
+"""Words that no docstring should begin with."""
 
 AVOIDED = re.compile(
     r"\b(told|tells?|refus\w+|go(?:es)? on|went on|beside|apart|alike|likewise|who sees)\b", re.I
@@ -54,7 +54,7 @@ IGNORED = {
 }
 
 ALL_TOKENS = "tokens of code"
-"""The one count that may grow, with what the code does."""
+"""The one count that is not checked, because it grows with what the code does."""
 
 BETTER_HIGH = frozenset({"comments per 1,000 lines"})
 
@@ -68,14 +68,14 @@ class Place(NamedTuple):
 
 
 class Module(NamedTuple):
-    """One file."""
+    """A Python file with its lines and its syntax tree."""
 
     path: pathlib.Path
     lines: list[str]
     tree: ast.Module
 
     def where(self, line: int) -> str:
-        """Return the path and a line's number."""
+        """Return the path from `ROOT` and a line's number, as text."""
         return f"{self.path.relative_to(ROOT)}:{line}"
 
 
@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def modules_of(folder: pathlib.Path) -> list[Module]:
-    """Read the Python files of a folder."""
+    """Return the Python files in a folder and below, in the order of their paths."""
     texts = {path: path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py"))}
     return [Module(path, text.splitlines(), ast.parse(text)) for path, text in texts.items()]
 
@@ -193,7 +193,7 @@ def body_sizes(module: Module) -> list[int]:
 
 
 def places_in(module: Module) -> Iterator[tuple[str, Place]]:
-    """Yield long lines, packed assignments, and errors that do not say what must be."""
+    """Yield long lines, packed assignments, and errors without "must" or "got", with their kind."""
     for number, line in enumerate(module.lines, 1):
         if len(line) > COLUMNS:
             yield "long", Place(1, module.where(number), f"has {len(line)} columns")
@@ -209,14 +209,14 @@ def places_in(module: Module) -> Iterator[tuple[str, Place]]:
 
 
 def is_packed(node: ast.AST) -> bool:
-    """Return whether a node assigns several values to several names in one line."""
+    """Return whether a node assigns several values to several targets in one statement."""
     if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
         return False
     return isinstance(node.targets[0], ast.Tuple)
 
 
 def message_of(node: ast.AST) -> str | None:
-    """Return the text of a ValueError or TypeError that is written where it is raised."""
+    """Return the text of a ValueError or TypeError that is written where it is raised, or None."""
     call = node.exc if isinstance(node, ast.Raise) else None
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or not call.args:
         return None
@@ -230,7 +230,7 @@ def message_of(node: ast.AST) -> str | None:
 
 
 def prose_places(module: Module) -> Iterator[tuple[str, Place]]:
-    """Yield the docstrings that break a rule."""
+    """Yield the docstrings that break a rule, with the kind of the rule."""
     for node in documented(module.tree):
         text = ast.get_docstring(node) or ""
         first = text.splitlines()[0]
@@ -247,7 +247,7 @@ def prose_places(module: Module) -> Iterator[tuple[str, Place]]:
 
 
 def begins_with_verb(word: str) -> bool:
-    """Return whether a first word may be a verb: it is neither a known other word nor a plural."""
+    """Return whether a first word may be a verb: capitalized, only letters, no known other word."""
     plain = word.strip("`:,.")
     if not (plain[:1].isupper() and plain.isalpha()):
         return False
@@ -255,7 +255,7 @@ def begins_with_verb(word: str) -> bool:
 
 
 def is_function(node: ast.AST) -> bool:
-    """Return whether a node is a function that is called, in contrast to a property."""
+    """Return whether a node is a function, but no property."""
     if not isinstance(node, ast.FunctionDef):
         return False
     marks = {ast.unparse(mark) for mark in node.decorator_list}

@@ -1,8 +1,8 @@
 """Parts of a benchmark, each in a process of its own, that take turns on one device.
 
-Several parts compile at the same time, because that needs processor cores. A part that measures has
-the device to itself. Earlier parts have their turns first. Whatever ends a part, the others
-continue.
+Several parts can compile at the same time, because compiling needs processor cores and not the
+device. A part that measures has the device to itself. Of the parts that wait, the earlier ones have
+their turns first. If a part fails or takes too long, the others continue.
 """
 
 import contextlib
@@ -39,7 +39,8 @@ _PARENT: list[Connection] = []
 def turn(kind: Turn) -> Iterator[None]:
     """Hold a turn, which starts when no part measures.
 
-    A turn to measure also waits until no part compiles. Outside `run_parts` no turn waits.
+    A turn to measure also waits until no part compiles. Both wait for earlier parts that asked
+    before. Outside `run_parts` no turn waits.
     """
     for parent in _PARENT:
         parent.send(("asks", kind))
@@ -115,7 +116,7 @@ class _Process:
         self.holds: Turn | None = None
         """Turn that the process has."""
         self.found: Found | None = None
-        """Result of the part. None while it runs."""
+        """Result of the part. None as long as there is none."""
         self.used = 0.0
         """Seconds without waiting for turns."""
         self.begun = time.monotonic()
@@ -178,7 +179,7 @@ class _Process:
 
 
 def _give_turns(running: Sequence[_Process]) -> None:
-    """Give turns in the order of the parts, so that no part waits for the turn of a later part."""
+    """Give turns in the order of the parts, so that no later part overtakes one that waits."""
     for own in running:
         if own.asks is None:
             continue
@@ -192,8 +193,8 @@ def _run_part(parent: int, connection: Connection, output: str, part: Part) -> N
     """Run a part in its own process, and send the result.
 
     Args:
-        parent: Process that gives turns, with whose end this process ends.
-        connection: Connection to it.
+        parent: Number of the process that gives turns. If that process ends, this one ends too.
+        connection: Connection to that process.
         output: File of what this process prints.
         part: The part.
     """

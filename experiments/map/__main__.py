@@ -39,7 +39,12 @@ RECIPE = ("linear DP-FedAvg", "scaled linear DP-FedAvg")
 
 
 def run(place: Place, options: Options) -> Result:
-    """Tune every method of a place, run the chosen points, and keep finished methods as parts."""
+    """Tune every method of a place, run the chosen points, and keep finished methods as parts.
+
+    Returns:
+        The described `place`, the `seeds`, the parts by name (`methods`), and the scores of
+        constant predictions for each seed (`constant`).
+    """
     seeds = SEEDS
     if options.smoke:
         place = place._replace(
@@ -88,7 +93,11 @@ def run(place: Place, options: Options) -> Result:
 
 
 def run_withdrawn(options: Options) -> Result:
-    """Measure corrected DP-FedAvg at the places of an earlier map, which lacked it."""
+    """Measure plain and corrected DP-FedAvg at the places of an earlier map.
+
+    Returns:
+        The `seeds`, and the results by name of the place (`places`), with those of the earlier map.
+    """
     seeds = options.seeds if options.smoke else SEEDS
     epsilons = EPSILONS[:1] if options.smoke else EPSILONS
     earlier = json.loads(WITHDRAWN.read_text())
@@ -144,7 +153,7 @@ def mixed_families(parts: Mapping[str, Mapping[str, Any]], epsilons: Sequence[fl
 
 
 MINUTES = {"insteval": 240.0, "shakespeare": 170.0}
-"""Duration of a place on one core, by the name of its data. Others take 45 to 220 minutes."""
+"""Expected minutes of a place on one core, by the name of its data. Others take 45 to 220."""
 
 STUDIES = {
     place.name: Study(

@@ -67,7 +67,7 @@ class Setting(NamedTuple):
 
 
 def seeing(model: Model, factor: Any) -> Model:
-    """Return a model whose inputs are multiplied by a factor, for all inputs or for each one."""
+    """Return a model whose inputs are multiplied by one factor, or each by a factor of its own."""
     assert model.extract is not None
     extract = model.extract
     return model._replace(
@@ -115,7 +115,7 @@ def settings_of(place: Place, model: Model, linear: Model) -> dict[str, Setting]
         return base._replace(client_update=through.client_update)
 
     def on_first(model: Model, **options: Any) -> Algorithm:
-        """Return balanced DP-FedAvg that learns weights of the first 64 features alone."""
+        """Return balanced DP-FedAvg that learns weights of only the first 64 features."""
         base = balanced(seeing(model, first), **options)
 
         def step(server: Any, aggregate: Any) -> Any:
@@ -279,7 +279,13 @@ def tested(
 
 
 def run_all(options: Options) -> Result:
-    """Tune the settings of each place, mix the best, and test the best on the map's seeds."""
+    """Tune the settings of each place, mix the best, and test the best on the map's seeds.
+
+    A trial (`options.smoke`) has one small place, one setting, and the seeds of the options.
+
+    Returns:
+        The `seeds`, and the result of `run` by name of the place (`places`).
+    """
     if options.smoke:
         place = PLACES[0]._replace(
             data="digits", seen="pixels", clients=40, rounds=3, passes=3, test=10

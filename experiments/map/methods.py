@@ -41,7 +41,7 @@ MIXTURE_PASSES = 20
 """Greatest number of passes of a mixture's local models."""
 
 POINTS = 20
-"""Number of points of each private method."""
+"""Number of points of each private method, before tuning adds points beyond the grid."""
 
 MOST_INPUTS = 512
 """Largest number of inputs for which DP ridge is measured."""
@@ -50,7 +50,7 @@ SMOOTHING = 0.1
 """Number of examples that the correction adds to every class of a client."""
 
 FINE_TUNING_PASSES = 5
-"""Number of passes over a client's examples in everything that is fitted before the test."""
+"""Number of passes over a client's examples in fine-tuning, and in training of heads."""
 
 PERSONAL_PASSES = 2
 """Passes of Ditto's and MR-MTL's personal models in a round."""
@@ -167,8 +167,8 @@ def _of_way(model: Model, number: int, ways: int) -> Metric:
 def only_participants(algorithm: Algorithm, participants: int) -> Algorithm:
     """Return the method in which clients with an index of `participants` or more send zeros.
 
-    They also keep their state. The denominator counts them, as a server would that does not know
-    who is silent.
+    These clients also keep their state. The denominator counts them, because a server would not
+    know which clients are silent.
     """
 
     def client_update(key: jax.Array, server: Any, client: Any, data: ClientData) -> tuple:
@@ -198,7 +198,9 @@ CORRECTIONS: Mapping[str, Way] = {
 def families(
     place: Place, model: Model, linear: Model, alone: Mapping[str, Alone]
 ) -> dict[str, Family]:
-    """Return every private method by name, each with `POINTS` points over its own numbers.
+    """Return the private methods by name, each with `POINTS` points over its own numbers.
+
+    DP ridge is left out if there are more than `MOST_INPUTS` inputs.
 
     Args:
         place: Place on the map.

@@ -111,7 +111,7 @@ def passes_between(most: int) -> int:
 
 
 def clients_of(place: Place, seed: int) -> Clients:
-    """Return the clients of a seed, which draws which examples each client has."""
+    """Return the clients of a place. The seed draws which examples each client has."""
     data = dataset(place)
     return make_clients(data, *_lists(place, data, seed))
 
@@ -285,7 +285,7 @@ def _dealt(examples: int, groups: np.ndarray, generator: np.random.Generator) ->
 
 
 def _drawn(examples: int, groups: np.ndarray, size: int, generator: np.random.Generator) -> Rows:
-    """Draw `size` examples of its own group for every client. Clients may share examples."""
+    """Draw `size` test examples from the group of each client. Clients may share examples."""
     of_group = [np.arange(group, examples, GROUPS) for group in range(GROUPS)]
     return [generator.choice(of_group[group], size, replace=False) for group in groups]
 
@@ -428,4 +428,4 @@ PLACES = (
     Place("shakespeare", "last characters", "owners", 1055),
     earlier_place("cifar10_1000_5"),
 )
-"""Places, pretrained features first. Random ones are where an earlier map was measured."""
+"""Places, those with pretrained features first. The last one is a place of an earlier map."""

@@ -72,8 +72,9 @@ def comparison(result: Result) -> Comparison:
 
 
 def _label(method: str, way: str) -> str:
-    """Return the name of a method in tables. A mixture's part has its name and the word mixed.
+    """Return the name of a method in tables.
 
+    The part of a method's mixtures has the method's name followed by ", mixed".
     The recipe has one name, however clients adapt, which is chosen on validation examples.
     """
     if method in RECIPE_PARTS:
@@ -121,7 +122,7 @@ def best(result: Result, epsilon: float) -> str:
 
 
 def differences(found: Comparison, reference: str, epsilon: float) -> dict[str, Any]:
-    """Return the row of `Comparison.differences` to a reference at an epsilon, by method."""
+    """Return the rows of `Comparison.differences` to a reference at an epsilon, by method."""
     rows = found.differences(reference)
     return {row["method"]: row for row in rows if row["epsilon"] == epsilon}
 
@@ -200,7 +201,7 @@ def folded(title: str, text: str) -> str:
 
 
 def table(result: Result, methods: Sequence[str] | None = None) -> str:
-    """Return the scores of methods by epsilon, the best at the smallest one first.
+    """Return a table of the scores of methods by epsilon, the best at the smallest one first.
 
     Args:
         result: Result of a place.
@@ -268,7 +269,10 @@ OTHER = "other method, highest on test"
 
 
 def draw(result: Result, path: pathlib.Path) -> None:
-    """Draw the scores of the methods in `SHOWN` and of the best ones against epsilon."""
+    """Draw scores against epsilon into a PNG file, whose suffix replaces that of the path.
+
+    The methods are training alone, those in `SHOWN`, and the best at each epsilon.
+    """
     found = comparison(result)
     own = alone(result)
     scores = found.intervals()
@@ -285,7 +289,7 @@ def draw(result: Result, path: pathlib.Path) -> None:
 
 
 def answer(results: Mapping[str, Result], counter: Result | None = None) -> str:
-    """Return the front page's picture and its three sentences, with numbers of the results.
+    """Return the front page's picture and its three numbered texts, with numbers of the results.
 
     Args:
         results: Results of the places, by name.
@@ -365,7 +369,7 @@ def _one_recipe(places: Sequence[Result], epsilons: Sequence[float]) -> str:
 
 
 def _against_rivals(results: Mapping[str, Result], counter: Result) -> str:
-    """Return a sentence on the counter-run's settings that validation examples chose."""
+    """Return two sentences on the counter-run's settings that validation examples chose."""
     places = counter["places"]
     private = [
         name
@@ -463,7 +467,7 @@ def _draw_gains(axes: Any, places: Sequence[Result], epsilon: float) -> None:
 
 
 def _row(result: Result, method: str, epsilon: float) -> dict[str, Any]:
-    """Return the row of a method's paired differences to training alone."""
+    """Return the row of a method's paired differences to training alone at an epsilon."""
     return differences(comparison(result), alone(result), epsilon)[method]
 
 
@@ -484,7 +488,7 @@ def _others(places: Sequence[Result], epsilons: Sequence[float]) -> str:
 
 
 def _rival(result: Result, epsilon: float) -> str:
-    """Return the method with the highest score on test examples, except the recipe.
+    """Return the private method with the highest score on test examples, except the recipe.
 
     The choice by test examples favours the rival, so the recipe meets the hardest comparison.
     """
@@ -507,7 +511,7 @@ def _dots(
 
 
 def counter_run(result: Result) -> str:
-    """Return the settings of the counter-run, and the tests of the best against the recipe."""
+    """Return tables of the counter-run's settings, with tests of the best against the recipe."""
     places = results_of(pathlib.Path(__file__).parent)
     parts = []
     for name, own in result["places"].items():

@@ -53,7 +53,7 @@ def study(
     Args:
         family: Method and its points.
         place: Place on the map.
-        epsilons: Target epsilons of a private method. Another method runs once.
+        epsilons: Target epsilons of a private method. Other methods are tuned once, without one.
         seeds: Final seeds. Without seeds there are no final runs.
 
     Returns:
@@ -154,7 +154,8 @@ def final_rows(family: Family, place: Place, choices: Choices, seeds: Sequence[i
     """Run chosen points on every final seed, and return a row for each choice and seed.
 
     A row has `way`, `epsilon`, `seed`, the mean `score` of participants on test examples, and
-    `worst10`, the mean of their worst tenth. If clients never take part, `unseen` is their mean.
+    `worst10`, the mean of their worst tenth. If some clients never take part, `unseen` is the mean
+    of these clients. Scores are NaN if a run dropped all updates.
     """
     return [
         row

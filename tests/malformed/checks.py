@@ -23,7 +23,7 @@ from malformed import pool
 from malformed.pool import INF, NAN
 
 MISSING = object()
-"""Mark of a kind without a value that works. A row of `functions.ROWS` must give a value."""
+"""Mark of a kind without a value that works. `functions.ROWS` or `VALUES` must give a value."""
 
 
 class Kind(NamedTuple):
@@ -110,14 +110,14 @@ def either(*predicates: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def lists(value: Any) -> bool:
-    """Return whether a value is a dict of lists or tuples by text."""
+    """Return whether a value is a dict from text to lists or tuples."""
     if not isinstance(value, dict) or not all(map(text, value)):
         return False
     return all(isinstance(one, list | tuple) for one in value.values())
 
 
 def columns(value: Any) -> bool:
-    """Return whether a value is a dict of lists or tuples of one length by text."""
+    """Return whether a value is a dict from text to lists or tuples of one length."""
     return lists(value) and len({*map(len, value.values())}) == 1
 
 
@@ -378,7 +378,10 @@ KINDS: dict[str, Callable[..., Kind]] = {
 
 
 def kind_of(check: Callable) -> Kind:
-    """Return the kind of arguments that have a check, which may be a partial with options."""
+    """Return the kind of arguments that have a check, which may be a partial with options.
+
+    The kind of an optional check is that of the check inside, without None.
+    """
     options: dict[str, Any] = {}
     while isinstance(check, functools.partial):
         if check.func is check_optional:

@@ -57,7 +57,7 @@ VALUES: dict[str, Any] = {
     "progress": False,
     "params": pool.MODEL.init(pool.KEY),
 }
-"""Values that work by argument, instead of the default or of the value of its check."""
+"""A value that works for each argument, instead of the default or of the value of its check."""
 
 ROWS: dict[str, dict[str, Any]] = {
     "sweep": {"build": functools.partial(algorithms.fedprox, pool.MODEL)},
@@ -220,7 +220,7 @@ TAKEN: dict[str, list[Any]] = {
     "Release.low": [np.float32(0.25), jnp.float32(0.25), np.array(0.25), fractions.Fraction(1, 4)],
     **{f"{rule}.{noise}": [0] for rule in ROBUST for noise in ("noise_multiplier", "client_noise")},
 }
-"""Values that must be accepted by function and argument, instead of those of the check."""
+"""Values that an argument must accept, instead of those of the check, by function and argument."""
 
 RECORDS = {
     *("Algorithm", "Candidate", "ClientData", "Clients", "ColumnEncoding", "Comparison", "Dataset"),

@@ -1,4 +1,4 @@
-"""A pool of values. Each argument of a public function accepts some of them."""
+"""A pool of values. An argument of a public function accepts some of them, or none."""
 
 import math
 import pathlib
@@ -52,7 +52,7 @@ save_models(HERE / "model.safetensors", [SAVED], SAVED.about)
 
 
 class _Stored(dict):
-    """A dataset on disk, of which only columns are read."""
+    """Stand-in for a dataset of Hugging Face, of which only columns are read."""
 
     column_names = property(list)
 

@@ -29,7 +29,7 @@ def main(
         chunk: Number of clients vectorised at a time. It is halved until the program fits.
         config: YAML file with the settings of the run, as for `jaxfl run`. None takes the default
             settings.
-        as_json: Print JSON instead of lines.
+        as_json: Whether to print JSON instead of lines. Values that are not known are null.
     """
     run_here()
     setting = settings.Run() if config is None else settings.read_settings(settings.Run, config)

@@ -25,7 +25,10 @@ from tools.footprint.hlo import step_cost
 
 
 class Footprint(NamedTuple):
-    """Estimated resources of a round, for the local step that moves the most bytes."""
+    """Estimated resources of a round.
+
+    Kernels, bytes and cycles are those of the local step that moves the most bytes.
+    """
 
     chip: str
     chunk: int
@@ -36,16 +39,13 @@ class Footprint(NamedTuple):
     bytes: float
     """Bytes that `kernels` read and write, per client."""
     flops: float
-    """Operations in the matrix products and convolutions of one client's local step.
-
-    A multiply-add counts as two.
-    """
+    """Operations in matrix products and convolutions, see `step_flops`."""
     memory: float
     """Bytes of temporary arrays per client of a chunk."""
     held: float
     """Bytes of the program's arguments: examples, their row numbers, and states."""
     largest_chunk: int
-    """Largest chunk that fits in the memory that the arguments leave."""
+    """Largest chunk whose temporary arrays fit in the memory that the arguments leave."""
     expected_us: float
     """Microseconds per client-step by the compiler's count of cycles. NaN if it counts none."""
 
@@ -56,14 +56,15 @@ class Footprint(NamedTuple):
 
     @property
     def compute_us(self) -> float:
-        """Return the microseconds per client-step at the chip's peak rate of operations."""
+        """Return the microseconds per client-step at the peak rate in `Chip.flops`."""
         return 1e6 * self.flops / CHIPS[self.chip].flops
 
     @property
     def microseconds(self) -> float:
         """Return the compiler's estimate per client-step, or a lower bound if there is none.
 
-        The lower bound is the larger one of `bandwidth_us` and `compute_us`.
+        The bound is the larger one of `bandwidth_us` and `compute_us`. It holds for products in the
+        precision of `Chip.flops`.
         """
         if math.isnan(self.expected_us):
             return max(self.bandwidth_us, self.compute_us)
@@ -96,7 +97,8 @@ def footprint(
             steps in a block, blocks in an epoch, and epochs. The default counts the step alone.
 
     Raises:
-        ValueError: The chip's compiler is not installed.
+        ValueError: The chip's compiler is not installed or does not start, or an argument is
+            malformed.
     """
     sheet = CHIPS[chip]
     population = abstract_population(clients, device_of(chip))
@@ -133,7 +135,8 @@ def footprint(
 def step_flops(algorithm: Algorithm, population: Population) -> float:
     """Return the operations in matrix products and convolutions of one client's local step.
 
-    A multiply-add counts as two.
+    A multiply-add counts as two. If the program has several local steps, such as those of two
+    stages, the result is their sum.
     """
     alone: Any = compile_rounds(algorithm, population, chunk=1, segment=1)
     traced = alone.func.trace(*alone.args, *_arguments(algorithm, population), **alone.keywords)

@@ -1,7 +1,7 @@
 """Accelerators for which programs can be compiled without the hardware.
 
-XLA's compilers for TPUs and NVIDIA's GPUs run on any Linux machine. Install them by
-`pip install jaxfl[plan-tpu]` and `pip install jaxfl[plan-gpu]`.
+XLA's compilers for TPUs and NVIDIA's GPUs run on Linux machines without such a device. Install
+them by `pip install jaxfl[plan-tpu]` and `pip install jaxfl[plan-gpu]`.
 """
 
 import os
@@ -18,9 +18,9 @@ class Chip(NamedTuple):
     platform: str
     """Name of the platform in JAX: "tpu" or "cuda"."""
     flops: float
-    """Peak rate of matrix products in JAX's default precision, in operations per second.
+    """Peak rate of matrix products, in operations per second.
 
-    The default precision is bfloat16 on a TPU, and float32 on a GPU.
+    The products are in bfloat16 on a TPU, and in float32 without tensor cores on a GPU.
     """
     bandwidth: float
     """Bandwidth of the memory, in bytes per second."""
@@ -98,7 +98,7 @@ def device_of(chip: str) -> jax.Device:
     """Return a device of a chip in `CHIPS`. Programs can be compiled for it, but not run.
 
     Raises:
-        ValueError: The chip's compiler is not installed.
+        ValueError: The chip's compiler is not installed, or does not start.
     """
     sheet = CHIPS[chip]
     # Keep XLA from querying local hardware.

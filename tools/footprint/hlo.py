@@ -51,7 +51,7 @@ _FREE = {
     "copy-start",
     "optimization-barrier",
 }
-"""Operations that need no kernel."""
+"""Operations that do not count as a kernel."""
 
 
 class _Operation(NamedTuple):
@@ -77,7 +77,7 @@ def step_cost(text: str, trips: Sequence[float] = ()) -> Cost:
 
     A kernel is an operation outside fusions. It reads its operands and writes its result. Sliced
     operands and results updated in place count only the bytes that are touched. Loops inside a step
-    count as often as they are known to run, and at least once.
+    count as often as they are known to run, or else once. A program without a local step costs 0.
 
     Args:
         text: XLA's optimised text of the program.
@@ -144,8 +144,9 @@ def _runs(operations: list[_Operation]) -> Iterator[str]:
 
 
 def _cost(computations: _Computations, name: str, without: Set[str] = frozenset()) -> Cost:
-    """Return the cost of one execution of a computation, with its loops and branches.
+    """Return the cost of one execution of a computation, with its loops and calls.
 
+    Both branches of a conditional with two named branches count.
     Operations that run a computation in `without` do not count.
     """
     operations = computations[name]
@@ -163,7 +164,10 @@ def _cost(computations: _Computations, name: str, without: Set[str] = frozenset(
 
 
 def _inner_computations(operation: _Operation) -> list[str]:
-    """Return the names of the computations that a loop, a branch or a call runs."""
+    """Return the names of the computations that a loop, a conditional or a call runs.
+
+    The condition of a loop and the numbered branches of a conditional are left out.
+    """
     if operation.kind not in ("while", "conditional", "call"):
         return []
     roles = ("body", "to_apply", "true_computation", "false_computation")
@@ -181,6 +185,7 @@ def _trip_count(computations: _Computations, operation: _Operation) -> float:
     """Return the number of times that a loop runs, or 1 if it is not known.
 
     The number is known if XLA states it, or if the loop's condition compares with a constant.
+    In the second case the loop is taken to count from 0 by 1.
     """
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"', operation.rest)
     if known:

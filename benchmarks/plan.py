@@ -4,10 +4,10 @@ python -m benchmarks.plan --chip h100
 
 Bytes and kernels are those of the optimised program's local steps, with their share of the loops
 around them. The kernels in the step itself are also counted separately. A TPU's compiler counts
-cycles. For a GPU the time is a lower bound: the larger of bytes at the memory's full speed and
-operations at the chip's peak. Without a device a compiler tunes nothing, so tiles may change on the
-device, and kernels and bytes change less. The benchmark needs the chip's compiler:
-`pip install jaxfl[plan-tpu]` or `jaxfl[plan-gpu]`.
+cycles. For a GPU the time is the larger of bytes at the memory's full speed and operations at the
+chip's peak in float32 without tensor cores, which JAX's default precision exceeds. Without a device
+a compiler tunes nothing, so tiles may change on the device, and kernels and bytes change less. The
+benchmark needs the chip's compiler: `pip install jaxfl[plan-tpu]` or `jaxfl[plan-gpu]`.
 
 Earlier results in `--out` stay for workloads that are not requested. A row has the chunks that were
 tried. With `--check`, results are compared with those in a folder, at the chunks chosen there. A

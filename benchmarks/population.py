@@ -42,8 +42,10 @@ class Config:
     """Streamed populations, with the first of `cohorts`. The first population also runs on the
     device."""
     cohorts: tuple[int, ...] = (1_000, 100, 10_000)
-    """Expected numbers of participants in a round. All but the first have the second of
-    `populations`."""
+    """Expected numbers of participants in a round.
+
+    The first one has all `populations`. The others have the second population, if there is one.
+    """
     hidden: tuple[int, ...] = (200, 64)
     """Widths of the MLP. A head has 10 weights for each unit of the last layer, and 10 biases."""
     examples: int = 20
@@ -73,7 +75,7 @@ def main(config: Config) -> None:
         Case("device", first, cohort),
         *(Case("host", number, cohort) for number in config.populations),
     ]
-    cases += [Case("host", config.populations[1], other) for other in config.cohorts[1:]]
+    cases += [Case("host", config.populations[:2][-1], other) for other in config.cohorts[1:]]
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
     for case in cases:
@@ -198,7 +200,9 @@ def draw(rows: list[dict[str, Any]], populations: int) -> Figure:
         populations: Number of streamed populations.
     """
     by_population = rows[1 : 1 + populations]
-    by_cohort = sorted([by_population[1], *rows[1 + populations :]], key=lambda row: row["cohort"])
+    by_cohort = sorted(
+        [by_population[:2][-1], *rows[1 + populations :]], key=lambda row: row["cohort"]
+    )
     figure, (seconds, memory, cohorts) = chart(12, 3.4, panels=3)
     x = [row["population"] for row in by_population]
     seconds.plot(x, [row["seconds"] for row in by_population], "o-", label="streamed")

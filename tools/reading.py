@@ -22,8 +22,6 @@ ROOT = pathlib.Path(__file__).parents[1]
 KEPT = pathlib.Path(__file__).with_suffix(".json")
 
 COLUMNS = 100
-DENSE = 28
-"""Tokens of a line that is shown as a bad place."""
 
 OPENER = re.compile(
     r"(Of|To|By|As|With|Where|In|On|From|For|At|Within|Besides?|Beyond)\b",

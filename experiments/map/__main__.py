@@ -1,4 +1,4 @@
-"""The map: methods at the same honest epsilons for 100 to 10,000 clients, each tuned alike.
+"""The map: methods at the same honest epsilons for 100 to 10,000 clients, all tuned equally.
 
 python -m experiments.map cifar10_pretrained_5_classes_1000
 """

@@ -1,15 +1,17 @@
 r"""Empirical lower bounds on epsilon: an attacker guesses from the releases which canaries are in.
 
-k canaries are extra clients. A coin decides which of them are in. Those participate by the run's
-sampler, each with the longest update that the mechanism admits, :math:`C u_j`, along nearly
-orthogonal directions
+k canaries are extra clients. Coins decide which of them are in. Those participate at the rate of
+the run's sampler, each with the longest update that the mechanism admits, :math:`C u_j`, along
+nearly orthogonal directions
 
 .. math:: u_j = D \, (h_j, h_j, \dots) / \sqrt{d}.
 
 The columns h of a Hadamard matrix of :math:`K \ge k` rows are repeated over the d coordinates. Only
-the auditor knows the random signs D. :math:`|\langle u_i, u_j \rangle| \le K / (2d)`. No array has
-size k d: the canaries' sum, and all scores
-:math:`x_j = \langle u_j, \text{released sum} \rangle / C`, take O(d + K log K).
+the auditor knows the random signs D. For two canaries,
+:math:`|\langle u_i, u_j \rangle| \le K / (2d)`. No array has size k d: the canaries' sum, and all
+scores :math:`x_j = \langle u_j, \text{released sum} \rangle / (C \max w)` for the weights w, take
+O(d + K log K). Canaries have the largest weight. On a grid they are shorter, to leave room for
+rounding.
 
 The attacker sees every released sum. It scores a canary over all rounds in three ways: by the sum
 of x, by the maximum of x, and by the sum of the log-likelihood ratios
@@ -20,8 +22,9 @@ in One Run, 2024). They also yield a Gaussian estimate (Andrew et al., One-shot 
 Estimation for Federated Learning, ICLR 2024).
 
 An attacker that has the final model alone scores by
-:math:`\langle u_j, \theta_T - \theta_0 \rangle`. This is the sum again if the server adds
-aggregates up, and another number under an adaptive optimizer. It has separate bounds.
+:math:`\langle u_j, \theta_T - \theta_0 \rangle`. Up to a factor, this is the sum again if the
+server adds up aggregates of one scale, and another number under an adaptive optimizer. The score by
+the final model has separate bounds.
 
 A bound above the stated epsilon refutes the statement. A bound below it proves nothing.
 """
@@ -63,7 +66,8 @@ _SCORES = ("likelihood", "sum", "most")
 class Canaries:
     """Canaries of an audit, for the argument `audit` of `simulate`.
 
-    If clients add the noise, cohorts must be fixed in size, and the mechanism must have no filter.
+    The mechanism must clip updates. If clients add the noise, cohorts must be fixed in size, and
+    the mechanism must have no filter.
 
     Args:
         count: k, the number of canaries, at least 16, because smaller samples may all be in, or all
@@ -75,7 +79,7 @@ class Canaries:
 
 
 class Scores(NamedTuple):
-    """Memory of the auditor, with the scores x that the docstring of this module defines."""
+    """Memory of the auditor. The docstring of this module defines a round's score x."""
 
     secret: UInt32[Array, "2"]
     """Seed of the signs."""
@@ -139,14 +143,14 @@ def draw_canaries(
     index: Int[Array, ""],
     clients: int,
 ) -> Drawn:
-    """Draw the canaries of a round, as the sampler draws clients.
+    """Return the canaries of a round that `Sampling.sample_canaries` draws.
 
     Args:
         canaries: Canaries of the audit.
         key: Key of the run's cohorts.
         sampling: Sampler of the mechanism.
         index: Index of the round.
-        clients: Number of clients.
+        clients: Number of clients, which sets the rate of some samplers.
     """
     canary_key = single(derive(key, index // sampling.period, CANARY))
     return Drawn(*sampling.sample_canaries(canary_key, clients, canaries.count, index))
@@ -222,17 +226,18 @@ def audited_aggregate(
 def audit_report(scores: Scores, delta: float) -> dict[str, Any]:
     r"""Return lower bounds on epsilon at 95% confidence, an estimate, and the attacks' accuracy.
 
-    `scores` has the bounds of each score by both theorems, and the area `auc` under its ROC curve.
-    `at_least` is the largest bound over both theorems and the three scores of all releases, each at
-    a sixth of the significance level. It leaves out the bounds by the final model alone, which have
-    the same level: under a plain server they are those of the sum again. The estimate is that of
-    the sum.
+    The entry `scores` has the bounds of each score by both theorems, and the area `auc` under its
+    ROC curve. `at_least` is the largest bound over both theorems and the three scores of all
+    releases, each at a sixth of the significance level. `at_least` leaves out the bounds by the
+    final model alone, which have the same level: under a plain server they are those of the sum
+    again. `estimate` is that of the sum.
 
     The estimate is the epsilon of one Gaussian whose means are as far apart as the means of the
     scores. This distance d is in standard deviations of the scores. With n scores of canaries in
-    and m of canaries out, d has a standard error of :math:`\sqrt{1/n + 1/m + d^2 / 2(n + m - 2)}`.
-    `estimate_at_least` is the epsilon at d less 2.33 standard errors. It exceeds the true epsilon
-    in 1 of 100 honest runs. A statement whose epsilon it exceeds says so.
+    and m of canaries out, d has a standard error of
+    :math:`\sqrt{1/n + 1/m + d^2 / (2 (n + m - 2))}`. `estimate_at_least` is the epsilon at d less
+    2.33 standard errors. It exceeds the true epsilon in at most about 1 of 100 honest runs. A
+    statement whose epsilon it exceeds says so.
 
     Args:
         scores: Memory after the last round, on the host.
@@ -275,7 +280,7 @@ def _distances(
 ) -> tuple[float, float]:
     """Return the distance of the means of the scores in stds, and the least plausible distance.
 
-    `audit_report` has the formula of its standard error.
+    `audit_report` has the formula of the standard error. Both are infinite if the std is 0.
     """
     spread = math.sqrt((inside.var(ddof=1) + outside.var(ddof=1)) / 2)
     if not spread:

@@ -1,4 +1,4 @@
-"""Clipping by the norm of a client's update, also with rounding to integers."""
+"""Clipping of an update or of an example's gradient by its norm, also with rounding to integers."""
 
 import math
 
@@ -15,9 +15,11 @@ from jaxfl.types import Number, Tree
 def clip(update: Tree, bound: Number) -> tuple[Tree, Float[Array, ""]]:
     r"""Scale an update to L2 norm at most C: :math:`v \min(1, C / \|v\|_2)`, and 0 stays 0.
 
+    The norm of a finite update is at most C up to rounding.
+
     Args:
-        update: Any pytree. The norm is joint over all of its leaves.
-        bound: C. Infinity leaves the update unchanged.
+        update: Any pytree of arrays. The norm is joint over all of its leaves.
+        bound: C. Infinity clips nothing.
 
     Returns:
         The clipped update and its norm before clipping, in single precision whatever the update's
@@ -41,11 +43,12 @@ def round_within(
     r"""Round `scale` times an update to integers whose L2 norm is at most `radius`.
 
     The bound holds for every update. Rounding adds about :math:`d / 12` to the squared norm of d
-    coordinates, with a standard deviation of about 0.6 radii. An update that would exceed the
-    radius is scaled to leave room for that and four radii. If this does not suffice (if all
-    coordinates end in .6, say), it is scaled down by the worst case of rounding,
-    :math:`\sqrt{d} / 2`. The norm that decides is summed in integers, so that no float summation
-    matters. The integers are cut to 15 bits and rounded up, so that their squares fit 32 bits.
+    coordinates, with a standard deviation of about 0.6 radii. A long update is first scaled, so
+    that its squared norm leaves room for :math:`d / 12` and four radii. If this does not suffice
+    (if all coordinates end in .6, say), its norm is scaled to at most the radius less the worst
+    case of rounding, :math:`\sqrt{d} / 2`, or to 0 if that is negative. The norm that decides is
+    summed in integers, so that no float summation matters. For a radius above 2^15, the integers
+    are shifted to 15 bits and rounded up, so that the sum of their squares fits 32 bits.
 
     Args:
         update: Finite float32 arrays.
@@ -54,7 +57,7 @@ def round_within(
         radius: Largest norm in steps, up to 2^30.
 
     Returns:
-        Arrays of int32.
+        The tree of the update with arrays of int32.
     """
     size = sum(leaf.size for leaf in jax.tree.leaves(update))
     half = 0.5 * size**0.5

@@ -65,7 +65,7 @@ _ONCE = (
 
 
 def _check_rates(name: str, value: Any) -> Any:
-    """Require a rate in (0, 1], or one for each client."""
+    """Require a rate in (0, 1], or one for each client, and return the rate or the array."""
     several = is_listed(value) or getattr(value, "ndim", 0) > 0
     if traced(value) or not several:
         return check_fraction(name, value)
@@ -93,23 +93,24 @@ class DPSGD:
         clip: C, L2 bound on the gradient of one example.
         noise_multiplier: z, std of the noise on the sum, divided by C. A number or `[1]` for all
             clients, or one number per client `[C]` (see `jaxfl.privacy.calibrate_examples`).
-        rate: q, the probability that an example is in a batch. A number for all clients, or one per
-            client `[C]`. With a rate of B / n, where n is public, batches have B examples on
-            average.
+        rate: q, the probability that an example is in a batch. A number or `[1]` for all clients,
+            or one per client `[C]`. With a rate of B / n, where n is public, batches have B
+            examples on average.
         steps: Local steps per round.
         optimizer: Any optax transformation, with a fresh state in every round.
-        chunk: Number of examples processed at once. It changes speed and memory, not results. None
-            stands for 16 if the model has gradient norms (`Model.ghost_norms`), and otherwise for
-            1, which is fastest on a CPU.
+        chunk: Number of examples processed at once. It changes speed and memory, and results only
+            by rounding. None stands for 16 if the model's gradient norms (`Model.ghost_norms`) are
+            used, and otherwise for 1, which is fastest on a CPU.
         decay: Function from the index of a round to a factor of its updates. Noise scales with the
             gradients, and epsilon is unchanged. None leaves updates as they are.
 
     The builders of the library pass their `DPSGD` to `Algorithm(dp_sgd=...)`, and so must a method
     of your own. The engine then gives each client its noise, and records the noise in the ledger.
-    The engine rejects a `client_update` that makes no private steps, or other ones. It also rejects
-    a `client_update` that trains by them twice, in a loop or under `jax.vmap`, because the second
-    training would have the noise and the batches of the first. `jax.jit`, `jax.checkpoint` and
-    `jax.lax.cond` around a training are fine.
+    The engine rejects a `client_update` that makes no private steps, or steps of another rate, of
+    another number, or with noise that is not the engine's. It also rejects a `client_update` that
+    trains by them twice, in a loop or under `jax.vmap`, because the second training would have the
+    noise and the batches of the first. `jax.jit`, `jax.checkpoint` and `jax.lax.cond` around a
+    training are fine.
 
     Guarantee: Example-level privacy under zero-out adjacency: an example's clipped gradient is
         replaced by zero, and n is public. The Poisson-sampled Gaussian mechanism, composed over all
@@ -144,11 +145,15 @@ class DPSGD:
     ) -> tuple[Params, dict[str, Array]]:
         """Train by private steps, as `jaxfl.LocalSGD.train` does by plain ones.
 
-        The entry `private_steps` of `info` is their number. A mask or a penalty may depend only on
-        public values and the parameters. The engine gives the noise multiplier and the key
-        (`data.noise`), and records the multiplier in the ledger. Without `data.noise` the step
-        takes the single multiplier given here, and `key`. `model.ghost_norms` serve only the
-        model's own `apply`.
+        A mask or a penalty may depend only on public values and the parameters. The engine gives
+        the noise multiplier and the key (`data.noise`), and records the multiplier in the ledger.
+        Without `data.noise` the steps take this object's `noise_multiplier`, which must then be one
+        number, and keys from `key`. `model.ghost_norms` serve only the model's own `apply`.
+
+        Returns:
+            The trained parameters, and a dict of the mean `loss` over all steps, penalty included,
+            and their number, as `steps` and as `private_steps`. A client without examples takes no
+            step, and has the loss 0.
 
         Raises:
             ValueError: `gradient` is given, because it would read every batch twice.
@@ -260,9 +265,9 @@ def _(primals: tuple, tangents: tuple) -> tuple:
 def trainings(program: core.Jaxpr) -> dict[str, float]:
     """Return, for each mark (`DPSGD.mark`), how often at most a traced program trains under it.
 
-    The count is infinite in an open loop. A mark is on the sum of losses, a single number. If
-    `jax.vmap` repeats any part of a training, it repeats that sum too, which counts as often as it
-    has entries.
+    The count is infinite in a loop of unknown length, and in operations that run a program an
+    unknown number of times. A mark is on the sum of losses, a single number. If `jax.vmap` repeats
+    any part of a training, it repeats that sum too, which counts as often as it has entries.
     """
     found: dict[str, float] = {}
 
@@ -287,7 +292,7 @@ def trainings(program: core.Jaxpr) -> dict[str, float]:
 
 
 def _most_runs(operation: core.JaxprEqn) -> float:
-    """Return how often at most an operation runs the program inside it. Infinity if unknown."""
+    """Return how often at most an operation runs the program inside it, infinity if unknown."""
     name = operation.primitive.name
     if name == "scan":
         return float(operation.params["length"])
@@ -318,15 +323,16 @@ def noisy_gradient(
     ghost_norms: Callable[[Params, Array, Float[Array, "B"]], Array] | None = None,
     drawing: Key[Array, ""] | None = None,
 ) -> tuple[Float[Array, ""], Tree]:
-    r"""Return the mean loss of a batch, and its noisy gradient.
+    r"""Return the mean loss of a drawn batch, and the noisy gradient g.
 
     .. math::
+        g =
         \frac{1}{q n} \Big( \sum_{j \in B} \mathrm{clip}_C(\nabla \ell_j) + N(0, z^2 C^2 I) \Big)
 
     Each of the client's n examples is in B with probability q, independently. B may be empty, and
     then has a mean loss of 0. The examples of B are processed `dp_sgd.chunk` at a time, so run time
     follows the drawn batch, which is never truncated. An example with a non-finite gradient
-    contributes nothing, so that the engine does not drop the client's update.
+    adds nothing to either sum, so that the engine does not drop the client's update.
 
     Args:
         key: Key of batch and noise.
@@ -339,8 +345,8 @@ def noisy_gradient(
         noise_multiplier: z, std of the noise on the sum, divided by C.
         ghost_norms: `Model.ghost_norms`, for a model that draws nothing. Two gradients of the batch
             then replace one gradient per example. None takes one gradient per example.
-        drawing: Key for layers that draw, from which each example derives its own key. None if no
-            layer draws.
+        drawing: Key for layers that draw, from which each example gets a key of its own. None if
+            no layer draws.
 
     References: Goodfellow, Efficient Per-Example Gradient Computations, 2015 (norms of dense
         layers).

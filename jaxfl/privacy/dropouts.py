@@ -15,7 +15,10 @@ from jaxfl.privacy.sampling import Sampling, coins
 
 
 def check_availability(name: str, value: Any) -> float | Float[np.ndarray, "C"]:
-    """Require one probability in (0, 1] for all clients, or one for each client."""
+    """Require one probability in (0, 1] for all clients, or one for each, and return the value.
+
+    One number is returned as a float, and several as a float64 array `[C]`.
+    """
     array = check_numbers(name, value, axes=(0, 1))
     if np.max(array) > 1:
         raise ValueError(
@@ -36,17 +39,17 @@ class Dropouts(Sampling):
 
     Args:
         sampling: Rule that draws the clients of each round.
-        availability: :math:`a`, a probability above 0, or one for each client `[C]`. If `sampling`
-            has dropouts already, their probabilities are multiplied by these.
+        availability: :math:`a`, a probability in (0, 1], or one for each client `[C]`. If
+            `sampling` is a `Dropouts` already, its probabilities are multiplied by these.
 
     Guarantee: The epsilon counts every drawn client as one that returns, so that it is an upper
         bound. It holds for any fixed choice of the rounds in which each client is available. The
         choice must depend neither on data nor on the draws. A client adds nothing in its other
         rounds. The sums are then those of the inner sampler after post-processing: the client's
         part is replaced by zero, as in the neighbouring run. The noise must not depend on who
-        returns. The server's noise does not. If clients add noise, a client counts on the larger of
-        the server's noise and its own, because all others may drop out, and nothing is amplified.
-        `Skellam` counts the shares of noise that arrived in each round.
+        returns, and it does not if the server adds all of it. If clients add noise, a client counts
+        on the larger of the server's noise and its own, because all others may drop out, and
+        nothing is amplified. `Skellam` counts the shares of noise that arrived in each round.
     """
 
     sampling: Sampling
@@ -60,7 +63,11 @@ class Dropouts(Sampling):
             object.__setattr__(self, "availability", inner.availability * self.availability)
 
     def expected(self, clients: int) -> float:
-        """Return the mean number of clients whose updates arrive."""
+        """Return the mean number of clients whose updates arrive.
+
+        Raises:
+            ValueError: There are several probabilities, but not one for each client.
+        """
         count = np.size(self.availability)
         if count not in (1, clients):
             raise ValueError(
@@ -70,11 +77,14 @@ class Dropouts(Sampling):
         return self.sampling.expected(clients) * self.mean
 
     def drawn(self, clients: int) -> float:
-        """Return the mean number of drawn clients, with those who drop out."""
+        """Return the mean number of drawn clients, including those who drop out."""
         return self.sampling.drawn(clients)
 
     def drawn_of(self, arrived: Bool[np.ndarray, "T C"]) -> Float[np.ndarray, "T"]:
-        """Return the size of a fixed cohort by round, or an estimate from who arrived."""
+        """Return the number of drawn clients by round.
+
+        It is estimated from who arrived if the inner sampler's cohorts vary in size.
+        """
         clients = arrived.shape[1]
         if self.sampling.fixed:
             return np.full(len(arrived), self.drawn(clients))
@@ -95,7 +105,7 @@ class Dropouts(Sampling):
 
     @property
     def fixed(self) -> bool:
-        """False, because cohorts vary in size."""
+        """False, because the number of updates that arrive may vary."""
         return False
 
     @property

@@ -23,18 +23,22 @@ from jaxfl.types import Tree
 SAMPLE, CLIENT, CLIENT_NOISE, SERVER_NOISE, RELEASE, CANARY, PRIVATE_STEPS, DROPOUT = range(8)
 """Purposes of randomness.
 
-Keys are derived by round, then by purpose, then by client, and by nothing else.
+Keys are derived by round, or by the sampler's period, then by purpose, and then by client if each
+client has a key of its own. A purpose may derive further keys, such as one for each local step.
 """
 
 STEPS = 2**15
-"""Std of the noise on a grid, in steps."""
+"""Std of rounded Gaussian noise on a grid, in steps. It is the most that `Skellam` allows."""
 
 _TAIL = 10.6
 """Largest noise on a grid, in stds. Each step beyond it has a probability below 2^-95."""
 
 
 def derive(key: Key[Array, "*S"], *numbers: Int[Array, ""] | int) -> Key[Array, "*S"]:
-    """Fold numbers such as round, purpose and client into a key, in order. A pair yields a pair."""
+    """Return a key into which numbers such as round, purpose and client are folded, in order.
+
+    A key pair yields a key pair.
+    """
     for number in numbers:
         if key.ndim:
             key = jax.vmap(jax.random.fold_in, (0, None))(key, number)
@@ -44,7 +48,7 @@ def derive(key: Key[Array, "*S"], *numbers: Int[Array, ""] | int) -> Key[Array, 
 
 
 def random_bits(key: Key[Array, "*S"], shape: tuple[int, ...]) -> UInt32[Array, "..."]:
-    """Return 32 random bits per entry.
+    """Return an array of the given shape, with 32 random bits in each entry.
 
     The bits of a key pair are predictable only from both keys.
     """
@@ -82,14 +86,14 @@ def normal(key: Key[Array, "*S"], shape: tuple[int, ...]) -> Float[Array, "..."]
 
 
 def single(key: Key[Array, "*S"]) -> Key[Array, ""]:
-    """Merge a key pair into one key, which has 64 bits. A single key stays as it is."""
+    """Return one key of 64 bits that a key pair yields, or a single key as it is."""
     if not key.ndim:
         return key
     return jax.random.wrap_key_data(random_bits(key, (2,)), impl="threefry2x32")
 
 
 def add_gaussian(key: Key[Array, "*S"], tree: Tree, std: Float[Array, ""]) -> Tree:
-    """Add independent N(0, std^2) to every coordinate, and return a tree of float32.
+    """Return a tree in float32, with independent N(0, std^2) added to every coordinate.
 
     There is one draw for the flattened tree, because a draw per leaf would compile several times as
     long.
@@ -104,13 +108,13 @@ def add_gaussian(key: Key[Array, "*S"], tree: Tree, std: Float[Array, ""]) -> Tr
 
 
 def add_grid_noise(key: Key[Array, "*S"], tree: Tree, mesh: Mesh) -> Tree:
-    r"""Add :math:`X = \mathrm{round}(N(0, \sigma^2))` to every integer, modulo 2^32.
+    r"""Return integers plus :math:`X = \mathrm{round}(N(0, \sigma^2))` each, modulo 2^32.
 
-    Every X is independent, with :math:`\sigma = 2^{15}`. It is drawn by inversion: 95 random bits U
-    and a sign give the k with :math:`P(|X| > k) \le U < P(|X| \ge k)`. A float32 guess gives the
-    nearest threshold. The first 63 bits, compared with this threshold and its neighbour, prove the
-    result. If they do not, all bits find it by bisection, so X depends on the bits alone, on every
-    platform. The last 32 bits are drawn only if needed.
+    Every X is independent, with :math:`\sigma = 2^{15}`. It is drawn by inversion: 95 random bits,
+    read as a fraction U, and a sign give the k with :math:`P(|X| > k) \le U < P(|X| \ge k)`. A
+    float32 guess gives a threshold near U. Comparing the first 63 bits with this threshold and its
+    neighbour usually proves the result. If it does not, all bits find k by bisection, so X depends
+    on the bits alone, on every platform. The last 32 bits are read only if needed.
 
     Each probability is accurate to a relative 2^-50 and an absolute 2^-94 (see `_thresholds`). Over
     n coordinates in all rounds, the relative error adds at most :math:`2 n 2^{-50}` to epsilon. The
@@ -158,7 +162,7 @@ def _rounded_gaussian(
     second = bits[1] & np.uint32(0xFFFFFFFE)
 
     def compare(k: Int[Array, "D"]) -> tuple[Bool[Array, "D"], Bool[Array, "D"]]:
-        """Return whether U is below, and whether above, the k-th threshold, by 63 bits."""
+        """Return whether U is below the k-th threshold, and whether it is above, by 63 bits."""
         high = pairs.at[2 * k].get(mode="promise_in_bounds")
         low = pairs.at[2 * k + 1].get(mode="promise_in_bounds")
         tied = first == high
@@ -228,7 +232,8 @@ def _thresholds() -> UInt32[np.ndarray, "3 n"]:
     :math:`x = k / \sigma` with its next term, :math:`1 + (x^2 - 1) / (24 \sigma^2)`. The term after
     that is below 1e-17. In double precision each probability is accurate to about 2^-51. Sums are
     then exact, in integers. Because of these errors the total misses 2^96 by a rest. The rest is
-    spread over all k, because k = 0 would bear it alone otherwise.
+    spread over all k above 0, because k = 0 would bear it alone otherwise. The entry of k = 0 is
+    above every U, and that after the last k is 0.
     """
     k = np.arange(1.0, _TAIL * STEPS)
     square = (k / STEPS) ** 2
@@ -319,10 +324,11 @@ def skellam_thresholds(variance: fractions.Fraction) -> UInt32[np.ndarray, "3 n"
 def draw_skellam(
     key: Key[Array, "*S"], thresholds: UInt32[Array, "3 n"], count: int
 ) -> Int[Array, "{count}"]:
-    r"""Draw independent symmetric Skellam integers by inversion.
+    r"""Return independent draws of a symmetric Skellam integer X, by inversion.
 
-    95 random bits U and a sign give the k with :math:`P(|X| > k) \le U < P(|X| \ge k)`. See
-    `add_grid_noise` for what the errors of the probabilities cost.
+    95 random bits, read as a fraction U, and a sign give the k with
+    :math:`P(|X| > k) \le U < P(|X| \ge k)`. See `add_grid_noise` for what the errors of the
+    probabilities cost.
 
     Args:
         key: Key of the noise.

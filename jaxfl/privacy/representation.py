@@ -23,7 +23,7 @@ from jaxfl.privacy.sums import add, narrow, widen
 from jaxfl.types import Number, Tree
 
 _LEAST_ON_GRID = 0.01
-"""Smallest noise multiplier on a grid. Sums of finer steps wrap."""
+"""Smallest noise multiplier on a grid. Sums of finer steps could wrap."""
 
 
 class Floats:
@@ -57,11 +57,11 @@ class Floats:
         return jax.tree.map(lambda leaf: leaf * scale, contribution)
 
     def settle(self, part: Tree) -> Tree:
-        """Convert the sum of a few contributions to the numbers in which such sums are added up."""
+        """Return the sum of a few contributions, in the numbers in which such sums are added up."""
         return self.encode(part)
 
     def encode(self, values: Tree) -> Tree:
-        """Convert floats, which are in units, to the numbers of the sums."""
+        """Return floats, which count units, as the numbers in which sums are added up."""
         return values
 
     def add_noise(
@@ -99,11 +99,14 @@ class Integers(Floats):
 
 @dataclasses.dataclass(frozen=True)
 class Grid(Floats):
-    """32-bit integers in steps of z C max w / 2^15, for exact noise.
+    """32-bit integers in steps of length z C max w / `steps`, for exact noise.
 
     Args:
-        levels: z of all rounds, from which the steps follow.
+        levels: z of all rounds, at least 0.01, from which the length of a step follows.
         steps: Std of the noise, in steps.
+
+    Raises:
+        ValueError: A level is below 0.01.
     """
 
     levels: Any
@@ -124,15 +127,15 @@ class Grid(Floats):
             )
 
     def unit(self, largest: Float[Array, ""], level: Float[Array, ""]) -> Float[Array, ""]:
-        """Return a step, z C max w over the noise's std in steps."""
+        """Return the length of a step, which is z C max w / `steps`."""
         return largest * (level / self.steps)
 
     def in_units(
         self, contribution: Tree, norm: Float[Array, ""], bound: Number, scale: Float[Array, ""]
     ) -> Tree:
-        """Return a contribution in whole steps, whose norm is within the bound.
+        """Return a contribution in integer steps, whose norm is at most `bound` times `scale`.
 
-        Raise an error if the grid is too coarse for its number of coordinates.
+        Raise an error if the grid is too coarse for the contribution's number of coordinates.
         """
         self._check_resolution(sum(leaf.size for leaf in jax.tree.leaves(contribution)))
         return round_within(contribution, norm, scale, bound * scale)
@@ -148,7 +151,7 @@ class Grid(Floats):
     def add_noise(
         self, key: Key[Array, "*S"], total: Tree, std: Float[Array, ""], mesh: Mesh
     ) -> Tree:
-        """Return a sum with rounded Gaussian noise of 2^15 steps. `std` is not read."""
+        """Return a sum with rounded Gaussian noise, whose std is 2^15 steps. `std` is not read."""
         del std
         return add_grid_noise(key, total, mesh)
 
@@ -171,7 +174,7 @@ class Grid(Floats):
 
 
 class Shared(NamedTuple):
-    """Update of a client in single precision, and its share of the noise in whole steps."""
+    """Update of a client in single precision, and the client's share of the noise, in steps."""
 
     update: Tree
     share: Tree
@@ -185,10 +188,10 @@ class SharedGrid(Grid):
     def in_units(
         self, contribution: Tree, norm: Float[Array, ""], bound: Number, scale: Float[Array, ""]
     ) -> Tree:
-        """Return a `Shared` contribution as one tree: the update in whole steps plus its share.
+        """Return a `Shared` contribution as one tree: the update in integer steps plus the share.
 
-        The norm of the rounded update is within the bound. Padding has a scale of 0, and adds
-        nothing.
+        The norm of the rounded update is at most `bound` times `scale`. Padding has a scale of 0,
+        and adds nothing.
         """
         whole = super().in_units(contribution.update, norm, bound, scale)
         return jax.tree.map(

@@ -31,8 +31,8 @@ def coins(
     """Draw `count` independent coins, each True with probability `rate` or its entry of `rate`.
 
     A rate is rounded down to a multiple of 2^-64, because a coin has 64 bits. A rate of 1 is exact
-    if all coins have it, and otherwise loses 2^-64. A traced rate is replaced by the next float32
-    below.
+    if all coins have it, and otherwise loses 2^-64. A traced rate, even if it is 1, is replaced by
+    the next float32 below.
     """
     if not traced(rate) and np.all(np.asarray(rate) == 1):
         return jnp.ones(count, bool)
@@ -46,8 +46,8 @@ def coins(
 def permutation(key: Key[Array, "*S"], count: int) -> Int[Array, "{count}"]:
     """Draw a uniformly random permutation of 0 to `count` - 1.
 
-    With a key pair, each entry gets 64 random bits, by which entries are sorted. Two entries have
-    equal bits with a probability below count^2 2^-65.
+    With a key pair, each entry gets 64 random bits, by which entries are sorted. The probability
+    that any two entries have equal bits is below count^2 2^-65.
     """
     if not key.ndim:
         return jax.random.permutation(key, count)
@@ -58,7 +58,7 @@ def permutation(key: Key[Array, "*S"], count: int) -> Int[Array, "{count}"]:
 def _rate_threshold(rate: Number | Float[np.ndarray, "C"]) -> tuple[Any, Any]:
     """Return 2^64 times the rate, or each client's rate, rounded down to integers below 2^64.
 
-    The two results are the high and the low 32 bits. A traced rate is replaced by the next float
+    The two results are the high and the low 32 bits. A traced rate is replaced by the next float32
     below.
     """
     if traced(rate):
@@ -85,7 +85,7 @@ NEEDS = {
     "limits": "The server enforces the stated limits on how often and how soon a client returns.",
     "nothing": "The guarantee holds whoever takes part, also if cohorts are known.",
 }
-"""Needs of samplers, by their keys: a sentence on what each asks of a deployment."""
+"""Needs of samplers: by key, sentences on what an epsilon asks of a deployment."""
 
 
 class Sampling:
@@ -142,7 +142,7 @@ class Sampling:
         raise NotImplementedError
 
     def possible(self, clients: int, rounds: int) -> Bool[np.ndarray, "T C"]:
-        """Return who can take part, by round, as a read-only table."""
+        """Return who can take part, by round, as a table that may be read-only."""
         return np.broadcast_to(True, (rounds, clients))
 
     @property
@@ -157,7 +157,7 @@ class Sampling:
     def sample_canaries(
         self, key: Key[Array, ""], clients: int, count: int, index: Int[Array, ""] | int
     ) -> tuple[Bool[Array, "K"], Float[Array, "#K"]]:
-        """Return which of `count` canaries take part in round `index`, and with what probability.
+        """Return which of `count` canaries are drawn in round `index`, and with what probability.
 
         The probabilities have one entry for all canaries, or one for each. The clients' own cohort
         is unaffected.
@@ -195,7 +195,10 @@ class Sampling:
 
 
 def _check_rate(name: str, value: Any) -> Any:
-    """Require a probability above 0. For a number of clients, the error names `FixedSize`."""
+    """Require a probability in (0, 1], and return it as a float.
+
+    A traced number passes unchanged. For a number of clients, the error names `FixedSize`.
+    """
     if not traced(value) and isinstance(value, int) and value > 1:
         raise ValueError(
             f"{name} must be a probability in (0, 1], got {value}. Give for instance 0.5, or "
@@ -210,7 +213,7 @@ class Poisson(Sampling):
     """Sampling of each client independently with probability `rate`.
 
     Args:
-        rate: Probability of participation in a round.
+        rate: Probability of participation in a round, above 0 and at most 1.
     """
 
     rate: float
@@ -243,9 +246,9 @@ class Poisson(Sampling):
     def view(self, noise: SumNoise) -> View:
         """Return Gaussians, amplified by Poisson sampling if the rate is below 1.
 
-        Only rounds whose sum hides the cohort are amplified, which takes the same noise for every
-        cohort. If the clients' noise can exceed the server's floor, the variance of the sum reveals
-        who took part, and the round counts in full.
+        Only rounds whose sum hides the cohort are amplified. This takes a denominator and a noise
+        that are the same for every cohort. If the clients' noise can exceed the server's floor, the
+        variance of the sum reveals who took part, and the round counts in full.
         """
         if self.rate == 1:
             return _cohort_view(noise, noise.clients)
@@ -256,7 +259,7 @@ class Poisson(Sampling):
         return {"kind": "poisson", "rate": float(self.rate)}
 
     def needs(self, stateful: bool = False) -> tuple[str, ...]:
-        """Return "hidden coins", or nothing if every client takes part."""
+        """Return the key "hidden coins", or no key if every client takes part."""
         del stateful
         return _coins_below_one(self.rate)
 
@@ -291,7 +294,7 @@ class FixedSize(Sampling):
         return Poisson(self.size / clients).sample_canaries(key, clients, count, index)
 
     def view(self, noise: SumNoise) -> View:
-        """Return Gaussians, with their amplification under replace-one as a second bound.
+        """Return Gaussians, with amplification under replace-one as a second bound if it is proven.
 
         The amplification holds only if clients keep no state.
         """
@@ -302,14 +305,14 @@ class FixedSize(Sampling):
         return {"kind": "fixed size", "size": self.size}
 
     def needs(self, stateful: bool = False) -> tuple[str, ...]:
-        """Return "hidden draw", or nothing if clients keep a state.
+        """Return the key "hidden draw", or no key if clients keep a state.
 
         With a state, epsilon is not amplified, and the draw need not be hidden.
         """
         return () if stateful else ("hidden draw",)
 
     def assumed(self, stateful: bool) -> dict[str, str]:
-        """Return the assumption that clients keep no state."""
+        """Return the assumption that clients keep no state, or none if they keep one."""
         if stateful:
             return {}
         return {
@@ -354,6 +357,9 @@ class CyclicPoisson(Sampling):
     Args:
         rate: Probability of participation, averaged over rounds, at most 1 / b.
         groups: b, the number of groups.
+
+    Raises:
+        ValueError: `rate` exceeds 1 / b by more than rounding.
     """
 
     rate: float
@@ -373,7 +379,7 @@ class CyclicPoisson(Sampling):
         return min(self.rate * self.groups, 1.0)
 
     def expected(self, clients: int) -> float:
-        """Return the mean number of participants."""
+        """Return the number of participants, averaged over draws and over the groups' turns."""
         return self.rate * clients
 
     def usual_cohort(self, clients: int) -> float:
@@ -386,7 +392,7 @@ class CyclicPoisson(Sampling):
 
     @property
     def fixed(self) -> bool:
-        """False, because cohorts vary in size."""
+        """False, because cohorts may vary in size."""
         return False
 
     def sample(
@@ -412,7 +418,7 @@ class CyclicPoisson(Sampling):
     def sample_canaries(
         self, key: Key[Array, ""], clients: int, count: int, index: Int[Array, ""] | int
     ) -> tuple[Bool[Array, "K"], Float[Array, "#K"]]:
-        """Draw canaries, which form b groups of their own, by the same coins.
+        """Draw canaries, which form b groups of their own, by coins of the same probability.
 
         The probability is 0 for canaries outside the round's group.
         """
@@ -422,7 +428,8 @@ class CyclicPoisson(Sampling):
     def view(self, noise: SumNoise) -> View:
         """Return one Gaussian for every b rounds, with the least noise of the b.
 
-        It is amplified by Poisson sampling at `turn_rate` if that is below 1.
+        It is amplified by Poisson sampling at `turn_rate` if that is below 1 and all sums of the b
+        rounds hide their cohorts.
         """
         # The smallest group has the least noise. Groups are public, so nothing is amplified.
         view = _cohort_view(noise, noise.clients // self.groups)._replace(amplified=None)
@@ -435,7 +442,7 @@ class CyclicPoisson(Sampling):
         return {"kind": "cyclic poisson", "rate": float(self.rate), "groups": self.groups}
 
     def needs(self, stateful: bool = False) -> tuple[str, ...]:
-        """Return "hidden coins" unless `turn_rate` is 1, and "groups" if there are several."""
+        """Return "hidden coins" if `turn_rate` is below 1, and "groups" if there are several."""
         del stateful
         return (*_coins_below_one(self.turn_rate), *_groups_above_one(self.groups))
 
@@ -446,11 +453,11 @@ class MinSeparation(Sampling):
     """Sampling of `size` clients of group t mod b, uniformly without replacement.
 
     A client's rounds are at least b apart. No guarantee relies on random cohorts: there is no
-    amplification, and cohorts may be known. It is for correlated noise in deployments that cannot
-    do Poisson sampling.
+    amplification, and cohorts may be known. This sampler is for correlated noise in deployments
+    that cannot do Poisson sampling.
 
     Args:
-        size: Number of participants of a round, at most the clients of a group.
+        size: Number of participants of a round, at most the number of clients in each group.
         separation: b, the number of groups, which a public permutation of the clients forms.
     """
 
@@ -507,7 +514,7 @@ class MinSeparation(Sampling):
         return {"kind": "minimum separation", "size": self.size, "separation": self.separation}
 
     def needs(self, stateful: bool = False) -> tuple[str, ...]:
-        """Return "groups", or nothing if there is only one."""
+        """Return the key "groups", or no key if there is only one group."""
         del stateful
         return _groups_above_one(self.separation)
 
@@ -562,7 +569,7 @@ class BallsInBins(Sampling):
     def view(self, noise: SumNoise) -> View:
         """Return one Gaussian per epoch.
 
-        Under zero-out it is amplified if all sums hide their cohorts.
+        Under zero-out, an amplified bound is added if all sums hide their cohorts.
         """
         view = _by_turn(_cohort_view(noise, 1)._replace(amplified=None), self.bins)
         sampled = _sampled_view(noise, 1 / self.bins)
@@ -683,7 +690,7 @@ class Limited(Sampling):
         return Turns(clients, rounds, self.separation, most)
 
     def needs(self, stateful: bool = False) -> tuple[str, ...]:
-        """Return "limits", because the server must enforce them."""
+        """Return the key "limits", because the server must enforce them."""
         del stateful
         return ("limits",)
 
@@ -702,9 +709,10 @@ class Limited(Sampling):
 def limited(
     sampling: Sampling, rounds: int, participations: int | None, separation: int | None
 ) -> Sampling:
-    """Return the sampler under limits, or the sampler itself if it keeps them anyway.
+    """Return the sampler under limits, or the sampler itself if its `gap` implies them.
 
-    A limit of None does not restrict. The arguments are those of `Limited`.
+    A limit of None does not restrict. `rounds` is the number of rounds of the plan. The other
+    arguments are those of `Limited`.
     """
     gap = max(sampling.gap, separation or 1)
     free = participations is None or participations >= -(-rounds // gap)

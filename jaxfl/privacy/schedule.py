@@ -39,7 +39,9 @@ def fixed_budgets(epsilon: float, rounds: int) -> Float[np.ndarray, "T"]:
 def round_budgets(
     epsilon: float, rounds: int, *, beta: float = 1.0, form: Literal["exact", "printed"] = "exact"
 ) -> Float[np.ndarray, "T"]:
-    r"""Return budgets that grow with the rounds, each a share of the remainder.
+    r"""Return a budget for each round, which is a share of the remainder.
+
+    In the exact form, budgets grow with the rounds if beta is above 0, and are equal otherwise.
 
     .. math::
         \epsilon_r = \epsilon - \sum_{s < t} \epsilon^s, \quad
@@ -47,11 +49,12 @@ def round_budgets(
         \epsilon^t = e^{\alpha_t} \frac{\epsilon_r}{T - t + 1}
 
     Args:
-        epsilon: Sum of all budgets.
+        epsilon: Sum of all budgets in the exact form.
         rounds: T, the number of rounds.
         beta: :math:`\beta`, how far early rounds stay below an even share. 0 gives even shares.
         form: "exact" is the form above. "printed" multiplies by t, as (11) does. It breaks the cap
-            (9), and asks for T times the remainder in the last round.
+            (9), and asks for T times the remainder in the last round. The remainder, and so a
+            later budget, may be negative.
 
     Deviations from the paper: The factor t of (11) is left out. The budgets then add up to epsilon
         exactly, because the last round takes the remainder (:math:`\alpha_T = 0`).
@@ -95,9 +98,9 @@ def round_noise(
     delta: float | None = None,
     accountant: Accountant = "pld",
 ) -> tuple[float, ...]:
-    r"""Return noise multipliers :math:`z_t = \kappa / \epsilon^t` on the sum that spend epsilon.
+    r"""Return each round's noise multiplier :math:`z_t = \kappa / \epsilon^t` that spends epsilon.
 
-    The epsilon is that of one client against an observer of sums.
+    The noise is on the sum. The epsilon is that of one client against an observer of sums.
 
     Args:
         budgets: Budget of each round. Only their ratios count.
@@ -119,7 +122,7 @@ def round_noise(
 
 
 class ClientNoise(NamedTuple):
-    """Noise on updates and on released numbers, and the filter's bound on their total."""
+    """Noise on updates and on released numbers, and the bound at which a filter stops clients."""
 
     noise: tuple[float, ...]
     """Std over the clip bound by round, for a client with the full budget of the round."""
@@ -148,7 +151,7 @@ def client_noise(
     delta: float | None = None,
     accountant: Accountant = "pld",
 ) -> ClientNoise:
-    r"""Return the noise :math:`s_t = \kappa / \epsilon^t` of clients, and a filter for uploads.
+    r"""Return clients' noise :math:`s_t = \kappa / \epsilon^t`, and the bound of an upload filter.
 
     The noise is planned for clients that participate in a share of the rounds with their full
     budget. With m the multiplier of one Gaussian that costs epsilon, a the share for releases, and
@@ -199,20 +202,20 @@ def paper_noise(
     rule: Literal["classic", "analytic"] = "classic",
     sparsity: float = 0.0,
 ) -> Float[np.ndarray, "T"]:
-    r"""Return the noise (std over the sensitivity) that a published rule gives a single round.
+    r"""Return the noise (std over the sensitivity) by a published rule for single rounds.
 
     Args:
         budgets: Epsilon of each round, above 0.
         delta: Failure probability of each round.
-        rule: "classic" is :math:`\sqrt{2 \ln(1.25 / \delta)} / \epsilon`, which is proven below 1,
-            and invalid from about 8.4 (at delta 1e-5). "analytic" is the noise of the exact
-            Gaussian mechanism.
+        rule: "classic" is :math:`\sqrt{2 \ln(1.25 / \delta)} / \epsilon`, which is proven for an
+            epsilon below 1, and invalid from an epsilon of about 8.4 (at delta 1e-5). "analytic" is
+            the least noise that gives a Gaussian mechanism this epsilon.
         sparsity: p, the share of coordinates that a mask drops, for :math:`\sqrt{1 - p}` of the
             noise (ADP-PFL, theorem 2). 0 gives all of the noise.
 
     Guarantee: None for more than one round, and none with `sparsity`. Masks of neighbouring data
-        keep other coordinates, so that the sensitivity does not shrink. Published claims rest on
-        both.
+        keep other coordinates, so that the sensitivity does not shrink. Published claims use the
+        noise for many rounds and with masks all the same.
 
     >>> paper_noise(np.array([0.5, 1.0])).round(3).tolist()
     [9.69, 4.845]

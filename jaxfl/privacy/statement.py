@@ -134,9 +134,9 @@ def privacy_statement(
 ) -> dict[str, Any]:
     """Return the epsilons of a ledger for both observers by both accountants, ready for JSON.
 
-    JSON has infinity as `"inf"`. `honest` has an entry for each observer. Its `epsilon` is the
-    smallest valid one, and `by` names the theorem and the accountant. `rdp` and `pld` hold each
-    accountant's own epsilons.
+    Infinity is written as `"inf"`. `honest` has an entry for each observer. Its `epsilon` is the
+    smallest valid one, and `by` names the theorem and the accountant, or is "none" if no epsilon is
+    finite. Its `rdp` and `pld` hold each accountant's own epsilons.
     `warnings`, `assumed` and `not_covered` have sentences by their codes, such as `known_seed`. A
     code stays as it is, whereas a sentence may be written anew.
 
@@ -147,15 +147,17 @@ def privacy_statement(
         terms: Terms with delta, the paper's claim, and the reason if no epsilon exists.
         dp_sgd: Private local steps. None if there are none.
         examples: Number of training examples of all clients together, which sets the default delta
-            of one example. The statement publishes this number. None stands for the number of
-            clients.
+            of one example. With private local steps, the statement publishes this number. None
+            stands for the number of clients.
         randomness: "seed" for a seed that may be known, "secret" for fresh secret bits of the
             system.
         paired: Whether the run is a point of a sweep whose points share their cohorts and noise.
         stateful: Whether clients keep a state from one round to the next (see `epsilon`).
 
     Raises:
-        ValueError: `clients` is not the number of clients of the ledger.
+        ValueError: `clients` is not the number of clients of the ledger, the ledger's tables do not
+            fit one another, or a round's noise is below its `noise_multiplier`.
+        TypeError: `ledger` is no ledger.
 
     >>> from jaxfl.privacy.accounting.ledgers import planned_ledger
     >>> mechanism = Mechanism(clip=1.0, noise_multiplier=10.0)
@@ -222,9 +224,9 @@ def privacy_statement(
 def with_audit(statement: dict[str, Any], audit: dict[str, Any]) -> dict[str, Any]:
     """Return the statement with the result of an audit (`jaxfl.privacy.audit`) as `audit`.
 
-    A lower bound above the stated epsilon adds a warning, and one above the claim marks the claim
-    as refuted. If only the estimate is above the stated epsilon (`estimate_at_least`), the audit
-    gets a `hint`.
+    The stated epsilon is that against an observer of sums. A lower bound above it adds a warning,
+    and one above the claim marks the claim as refuted. If only `estimate_at_least` is above the
+    stated epsilon, the audit gets a `hint`. The warning and the hint are also logged.
     """
     lower_bound = audit["at_least"]
     warnings = statement["warnings"]
@@ -261,9 +263,9 @@ def split_clients(
 ) -> tuple[dict[str, Any], dict[str, Float[np.ndarray, "C"]]]:
     """Return the statement without each client's epsilon, and these epsilons as arrays by name.
 
-    The statement keeps their minimum, median and maximum. A name has the observer and the
-    accountant, for instance `epsilon_upload_pld`. A file of a million clients is a tenth of the
-    size with arrays.
+    The statement keeps their minimum, median and maximum. A name has the observer, or `examples`
+    for epsilons of one example, and the accountant, for instance `epsilon_upload_pld`. A file of a
+    million clients is a tenth of the size with arrays.
     """
     arrays: dict[str, Float[np.ndarray, "C"]] = {}
 
@@ -293,12 +295,15 @@ def _check_statement(name: str, value: Any) -> dict[str, Any]:
 
 @checked(statement=_check_statement)
 def format_statement(statement: dict[str, Any], *, markdown: bool = False) -> str:
-    """Format a statement in lines of up to 80 characters, or as a nested list in Markdown.
+    """Return a statement as text in lines of 80 characters, or as a nested list in Markdown.
 
     Args:
         statement: Result of `privacy_statement`, or the `statement` of a run's result.
         markdown: Whether to format for a document. Lines are then not wrapped, and what Markdown
-            would read as markup is escaped.
+            would read as markup is escaped. Otherwise only a longer word exceeds 80 characters.
+
+    Raises:
+        TypeError: `statement` is no privacy statement.
 
     >>> from jaxfl.privacy.accounting.ledgers import planned_ledger
     >>> mechanism = Mechanism(clip=1.0, noise_multiplier=10.0)
@@ -350,7 +355,7 @@ class Line(NamedTuple):
     """Line of a statement."""
 
     depth: int
-    """Depth: 0 for the title, 1 for what belongs to it, 2 for what belongs to the line before."""
+    """Depth: 0 for the title, 1 for what belongs to it, 2 for details of the last line at 1."""
     text: str
     item: bool = False
     """Whether the line is an item of a list."""
@@ -423,7 +428,7 @@ def _sentences(statement: Mapping[str, Any], name: str) -> list[str]:
 
 
 def _example_lines(statement: dict[str, Any]) -> list[Line]:
-    """Return the lines of the guarantee for one example, if private local steps give one."""
+    """Return the lines on one example, or none without private local steps."""
     examples = statement.get("examples")
     if not examples:
         return []
@@ -451,7 +456,8 @@ def _honest(
     """Return each observer's entry, with epsilons of a client and of one example.
 
     Epsilons of a client are for all rounds, and for the worst round alone. All are infinite if
-    `broken` gives a reason.
+    `broken` gives a reason. If clients add noise, the entry on sums may have an epsilon against
+    another client too.
     """
 
     def account(**options: Any) -> Mapping[Accountant, Epsilon]:

@@ -1,9 +1,9 @@
 r"""Exact sums, whatever the number and order of terms: 64-bit integers in two 32-bit words.
 
 A sum of floats has no bounded sensitivity: two sums that differ in one client may drift apart by
-rounding. The engine adds up blocks of b = 8 clients in single precision, in units of
-:math:`2^{-30} C \max w`, for the clip bound C and the weights w. It rounds the sums of blocks to
-integers, which this module adds up.
+rounding. For noise in single precision, the engine adds up blocks of b = 8 clients in single
+precision, in units of :math:`2^{-30} C \max w`, for the clip bound C and the weights w. It rounds
+the sums of blocks to integers, which this module adds up.
 
 Client i is in one block. The rounding errors of the block's partial sums are u = 2^-24 times their
 norms, so at most :math:`u (2 + \dots + b) C \max w`. They differ between neighbours by up to twice
@@ -37,7 +37,7 @@ class Wide(NamedTuple):
 
 
 def widen(tree: Tree) -> Tree:
-    """Return a tree with a `Wide` of each float leaf's values, rounded to integers.
+    """Return a tree with a `Wide` of each float32 leaf's values, rounded to integers.
 
     Magnitudes must be below 2^63.
     """
@@ -75,7 +75,7 @@ def add(a: Tree, b: Tree) -> Tree:
 
 
 def add_up(tree: Tree) -> Tree:
-    """Return the sum over the leading axis of each leaf, which is exact for `Wide` leaves."""
+    """Return each leaf's sum over its leading axis, which is exact modulo 2^64 for a `Wide`."""
 
     def leaf(stack: Array | Wide) -> Array | Wide:
         if isinstance(stack, Wide):

@@ -280,12 +280,15 @@ def _distances(
 ) -> tuple[float, float]:
     """Return the distance of the means of the scores in stds, and the least plausible distance.
 
-    `audit_report` has the formula of the standard error. Both are infinite if the std is 0.
+    `audit_report` has the formula of the standard error. If the std is 0, both are infinite for
+    a larger mean inside, and otherwise 0.
     """
     spread = math.sqrt((inside.var(ddof=1) + outside.var(ddof=1)) / 2)
+    difference = float(inside.mean() - outside.mean())
     if not spread:
-        return math.inf, math.inf
-    distance = float(inside.mean() - outside.mean()) / spread
+        distance = math.inf if difference > 0 else 0.0
+        return distance, distance
+    distance = difference / spread
     n = len(inside)
     m = len(outside)
     variance = 1 / n + 1 / m + distance**2 / (2 * (n + m - 2))

@@ -238,6 +238,9 @@ def with_audit(statement: dict[str, Any], audit: dict[str, Any]) -> dict[str, An
     elif stated != "inf" and audit.get("estimate_at_least", 0.0) > stated:
         audit = audit | {"hint": _HINT.format(stated)}
         logging.getLogger("jaxfl").warning("audit: %s", audit["hint"])
+    # JSON has no infinity. Scores without any spread estimate one.
+    estimates = {name: value for name, value in audit.items() if name.startswith("estimate")}
+    audit = audit | {name: _finite_or_inf(value) for name, value in estimates.items()}
     claim = statement["claim"]
     if claim is not None and claim["epsilon"] != "inf" and lower_bound > claim["epsilon"]:
         claim = claim | {"status": "claimed, and refuted at client level by the audit"}

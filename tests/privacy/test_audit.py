@@ -1,6 +1,7 @@
 """Canaries: directions and scores, compared with dense algebra, and the audit's bounds."""
 
 import dataclasses
+import json
 import math
 import sys
 
@@ -162,6 +163,17 @@ def test_one_honest_run_in_a_hundred_is_hinted_at():
         outside = generator.normal(0.0, z, 520)
         hints += _distances(inside, outside)[1] > 1 / z
     assert abs(hints - 0.01 * runs) < 4 * math.sqrt(0.01 * runs)
+
+
+def test_scores_without_spread_estimate_nothing_or_infinity():
+    ones, zeros = np.ones(16), np.zeros(16)
+    assert _distances(zeros, zeros) == _distances(zeros, ones) == (0, 0)
+    assert _distances(ones, zeros) == (math.inf, math.inf)
+    statement = {"honest": {"aggregate": {"epsilon": "inf"}}, "warnings": {}, "claim": None}
+    audit = {"at_least": 1.0, "estimate": math.inf, "estimate_at_least": math.inf}
+    stated = with_audit(statement, audit)
+    assert json.loads(json.dumps(stated, allow_nan=False))["audit"]["estimate"] == "inf"
+    assert audit["estimate"] == math.inf
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ example. An evaluation merges a metric's sums over a client's batches.
 import contextlib
 import dataclasses
 import functools
+import numbers
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -732,19 +733,23 @@ def _check_exact(exact: int) -> None:
 
 
 def _check_class_weights(weights: Sequence[float] | None) -> tuple[float, ...]:
-    """Require finite numbers above 0, and return them. None becomes an empty tuple."""
+    """Require a sequence of one or more finite numbers above 0, and return them as a tuple.
+
+    None becomes an empty tuple.
+    """
     if weights is None:
         return ()
     try:
-        found = np.asarray(weights, np.float64)
-    except (TypeError, ValueError):
+        found = np.asarray(weights)
+    except ValueError:
         found = np.zeros(0)
-    if found.ndim != 1 or not len(found) or not np.all((found > 0) & np.isfinite(found)):
+    is_vector = found.dtype.kind in "iuf" and found.ndim == 1 and found.size
+    if not is_vector or not np.all((found > 0) & np.isfinite(found)):
         raise ValueError(
-            f"class_weights must be finite numbers above 0, got {weights!r}. "
-            "Give one for each class, for instance (1.0, 4.0)."
+            "class_weights must be a vector of finite numbers above 0, got "
+            f"{weights!r}. Give one for each class, for instance (1.0, 4.0)."
         )
-    return tuple(found.tolist())
+    return tuple(found.astype(np.float64).tolist())
 
 
 def auc_interval(
@@ -763,12 +768,13 @@ def auc_interval(
             1 + k \frac{1 - \theta}{2 - \theta} + k \frac{\theta}{1 + \theta} \Big),
         \qquad k = \frac{m + n}{2} - 1.
 
-    Here :math:`z` is the normal quantile of `level`, for instance 1.96 for 0.95. The interval
+    Here :math:`z` is the normal quantile of (1 + `level`) / 2, which is 1.96 for 0.95. The interval
     covers the random draw of the test examples. It does not cover the choice of a model, nor the
     noise of its training.
 
     Args:
-        auc: Areas A from 0 to 1, such as each client's "auc". NaN gives NaN.
+        auc: Areas A from 0 to 1 of one class, such as each client's "auc" in a task with two
+            classes. NaN gives NaN.
         positive: Numbers m of test examples of the class, at least 1.
         negative: Numbers n of other test examples, at least 1.
         level: Nominal probability with which an interval contains the true area.
@@ -787,7 +793,7 @@ def auc_interval(
     >>> round(float(low), 2), round(float(high), 2)
     (0.64, 0.89)
     """
-    if not 0 < level < 1:
+    if not isinstance(level, numbers.Real) or not 0 < level < 1:
         raise ValueError(f"level must be in (0, 1), got {level!r}. Give for instance 0.95.")
     if np.any((np.asarray(auc) < 0) | (np.asarray(auc) > 1)):
         raise ValueError(
@@ -797,10 +803,11 @@ def auc_interval(
     for name, counts in (("positive", positive), ("negative", negative)):
         if np.any((np.asarray(counts) < 1) & ~np.isnan(auc)):
             raise ValueError(
-                f"{name} must be at least 1 where an area is known, got {np.min(counts)}. "
+                f"{name} must be at least 1 where an area is known, got {counts!r}. "
                 "Give NaN as the area of a client without both kinds of examples."
             )
-    z = statistics.NormalDist().inv_cdf((1 + level) / 2)
+    # The upper quantile would need 1 + level, which is rounded to 2 for the largest levels.
+    z = -statistics.NormalDist().inv_cdf((1 - level) / 2)
     area, m, n = np.broadcast_arrays(
         *(np.asarray(x, np.float64) for x in (auc, positive, negative))
     )

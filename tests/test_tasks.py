@@ -206,8 +206,11 @@ def test_intervals_have_the_true_area_as_often_as_they_say():
         (lambda: tasks.multi_label(exact=70_000), "exact must be .* got 70000"),
         (lambda: tasks.classification(class_weights=(1, 0)), "class_weights must be .* above 0"),
         (lambda: tasks.classification(class_weights=BAD), "class_weights must be .* got 'ab'"),
-        (lambda: tasks.auc_interval(0.5, 1, 1, level=1), r"level must be in \(0, 1\), got 1"),
-        (lambda: tasks.auc_interval(np.array([np.nan, 0.5]), np.array([0, 0]), 5), "positive must be at least 1 .* got 0"),
+        (lambda: tasks.auc_interval(0.5, 1, 1, level=1), "level must be .* got 1"),
+        (lambda: tasks.auc_interval(0.5, 1, 1, level=BAD), "level must be .* got 'ab'"),
+        (lambda: tasks.classification(class_weights=NO_VECTOR), "class_weights must be .* got 2.0"),
+        (lambda: tasks.classification(class_weights=RAGGED), r"class_weights must be .* got \[\[1.0"),
+        (lambda: tasks.auc_interval(np.array([np.nan, 0.5]), np.array([0, 0]), 5), r"positive must be at least 1 .* got array\(\[0, 0\]\)"),
         (lambda: tasks.auc_interval(np.array([1.5, 0.5]), 5, 5), r"auc must have areas in \[0, 1\], got array\(\[1.5"),
     ],
 )  # fmt: skip
@@ -217,6 +220,8 @@ def test_numbers_of_a_task_are_checked(call, message):
 
 
 BAD: Any = "ab"
+NO_VECTOR: Any = 2.0
+RAGGED: Any = [[1.0], [1.0, 2.0]]
 
 
 class Tokens(nn.Module):

@@ -79,11 +79,11 @@ def run_parts(
                     running.append(_Process(name, waiting.pop(name), path))
                 for own in running:
                     own.read()
-                _give_turns(running)
                 now = time.monotonic()
                 for own in running:
-                    own.count(now - last)
+                    own.count(now - max(last, own.begun))
                 last = now
+                _give_turns(running)
                 over = now - begun > seconds
                 for own in running:
                     if over and own.found is None:

@@ -12,7 +12,12 @@ from ray.train.v2.jax import JaxTrainer
 
 
 def work(config: dict) -> None:
-    """Run in one worker."""
+    """Run `main` of `run.py` in one worker.
+
+    Args:
+        config: The folder of the run as `folder`, and as `rounds` a sequence with the number of
+            rounds, which is empty for the default of `run.py`.
+    """
     # The driver must not start JAX, so only workers import it.
     import run
 
@@ -27,13 +32,14 @@ def main(folder: str, *rounds: int) -> None:
 
     Args:
         folder: Folder of the run, on a file system that all nodes share.
-        rounds: Number of rounds. None stands for that of `run.py`.
+        rounds: Number of rounds. Without it, the default of `run.py` counts.
     """
     # Ray copies the files next to this one to the workers, and they import `run` there.
     ray.init(runtime_env={"working_dir": str(pathlib.Path(__file__).parent)})
     trainer = JaxTrainer(
         work,
-        train_loop_config={"folder": folder, "rounds": rounds},
+        # Workers run in a folder of their own.
+        train_loop_config={"folder": str(pathlib.Path(folder).absolute()), "rounds": rounds},
         scaling_config=ScalingConfig(
             num_workers=2,
             use_gpu=True,

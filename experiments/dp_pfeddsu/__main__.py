@@ -347,7 +347,10 @@ def parts_markdown(result: Result) -> str:
 
 
 def floor_lines(result: Result, classes: Sequence[int]) -> list[list[str]]:
-    """Return the references as text: a name, and its accuracy for each number of classes."""
+    """Return a pair of texts for each reference of `floors`: its name, and its accuracies.
+
+    A client has as many classes as an entry of `classes` says.
+    """
     return [
         [
             f"{name}:",

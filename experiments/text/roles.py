@@ -1,8 +1,8 @@
 """Next characters of Shakespeare's roles, by a shared model and by models fine-tuned for each role.
 
-Every cell has the same number of points. Each point trains once, and is scored on the end of the
-roles' training text. The best point then trains on all training text for every seed, and reads the
-test text once.
+A cell is a privacy level, and all cells have the same number of points. Each point trains once, and
+is scored on the end of the roles' training text. The best point then trains on all training text
+for every seed. Its last model is tested as it is, and after fine-tuning.
 """
 
 import functools
@@ -208,7 +208,9 @@ def run(options: Options) -> Mapping[str, Any]:
             for name in ("rate", "clip")
         }
         columns["noise"] = [noise[cell] for cell, of in by_cell.items() for _ in of["rate"]]
-        results = iter(all_of(name, shared, columns, keys, clients, rounds=setting.rounds))
+        # One evaluation, after the last round, because no choice reads an earlier one.
+        rounds = {"rounds": setting.rounds, "eval_every": setting.rounds}
+        results = iter(all_of(name, shared, columns, keys, clients, **rounds))
         return {cell: [next(results) for _ in of["rate"]] for cell, of in by_cell.items()}
 
     best: dict[str, Choice] = {}
@@ -237,9 +239,9 @@ def run(options: Options) -> Mapping[str, Any]:
     )
     chosen = choose(by_rate, results)
     by_rate = {"rate": [chosen.chosen["rate"]] * len(seeds)}
-    by_itself = all_of(
-        "alone", alone, by_rate, jax.numpy.stack(seed_keys), few_tested, rounds=chosen.rounds
-    )
+    keys = jax.numpy.stack(seed_keys)
+    rounds = {"rounds": chosen.rounds, "eval_every": chosen.rounds}
+    by_itself = all_of("alone", alone, by_rate, keys, few_tested, **rounds)
     cells = {}
     for cell, of in finals.items():
         bound = of[0].statement["honest"]["aggregate"]

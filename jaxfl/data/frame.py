@@ -32,8 +32,8 @@ A column with more of them is an identifier, or numbers that were read as text.
 class ColumnEncoding(NamedTuple):
     """Encoding of a frame's column: the inputs that it becomes, as `from_frame` describes them.
 
-    If JSON can hold the categories, `json` can write `_asdict()`, and `ColumnEncoding(**values)`
-    restores the encoding.
+    If JSON can hold the categories, `json` can write `_asdict()`. `ColumnEncoding(**values)` makes
+    an encoding of the same effect from the dict `values` that `json` reads back.
     """
 
     column: str
@@ -564,7 +564,13 @@ def _encode_columns(
     """Return the inputs that columns become, by name."""
     found: dict[str, np.ndarray] = {}
     for own in encoding:
-        found |= _inputs_of(own, columns[own.column])
+        for name, values in _inputs_of(own, columns[own.column]):
+            if name in found:
+                raise ValueError(
+                    f"inputs must be columns whose inputs have different names, got {name!r} "
+                    f"twice, also from {own.column!r}. Rename this column."
+                )
+            found[name] = values
     return found
 
 

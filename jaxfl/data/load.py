@@ -551,8 +551,8 @@ def _check_file(path: str, expected: int) -> None:
 def _upright(name: str, arrays: dict[str, Any]) -> dict[str, Any]:
     """Turn EMNIST's images upright, count its labels from 0, and check the labels of any dataset.
 
-    EMNIST's files have transposed images, and labels of letters from 1, and TFDS keeps both. The
-    dict `arrays` is changed and returned.
+    EMNIST's files have transposed images, and labels of letters from 1 to 26, for which TFDS counts
+    37 classes. The dict `arrays` is changed and returned, with 26 `classes` for letters.
     """
     first = 1 if name == "emnist/letters" else 0
     if first:

@@ -60,7 +60,7 @@ class Store:
         self._lay(np.broadcast_to(zeros, (2, num_clients, self.bytes_per_client)))
         self.side = np.zeros(num_clients, np.uint8)
         self.sums = np.zeros(num_clients, np.uint32)
-        # Rows are written to the first place until there is a checkpoint.
+        # Rows are written to the first place until they are committed for the first time.
         self.kept = np.ones(num_clients, np.uint8)
 
     def start(self) -> None:

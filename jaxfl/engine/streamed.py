@@ -214,7 +214,10 @@ def compile_programs(algorithm: Algorithm, population: Population) -> Programs:
 
 
 def fill(key: Key[Array, ""], programs: Programs, store: Store) -> None:
-    """Write all clients' initial states into a new file of the store, a block at a time."""
+    """Write all clients' initial states into the store and commit them, in place of earlier ones.
+
+    The states are computed a block at a time. States without numbers make no file.
+    """
     store.start()
     size = min(store.num_clients, max(1, _BLOCK_BYTES // max(1, store.bytes_per_client)))
     program = programs.rows(size)

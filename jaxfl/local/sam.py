@@ -8,10 +8,12 @@ import optax
 from jax import Array
 from jaxtyping import Float
 
+from jaxfl._support.checks import at_least_0, checked
 from jaxfl.local.train import GradientFn
 from jaxfl.types import Number, Params, Tree
 
 
+@checked(radius=at_least_0)
 def sam(radius: Number) -> Callable[[GradientFn], GradientFn]:
     """Return an argument `gradient` of `jaxfl.local.train.train` for sharpness-aware steps.
 
@@ -19,7 +21,7 @@ def sam(radius: Number) -> Callable[[GradientFn], GradientFn]:
     reports the loss at the parameters themselves.
 
     Args:
-        radius: Length rho of the step to the point of the gradient.
+        radius: Length rho of the step to the point of the gradient, at least 0.
     """
 
     def of_step(gradient_fn: GradientFn) -> GradientFn:

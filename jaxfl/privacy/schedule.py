@@ -97,18 +97,24 @@ def round_noise(
     sampling: Sampling,
     delta: float | None = None,
     accountant: Accountant = "pld",
+    stateful: bool = False,
 ) -> tuple[float, ...]:
     r"""Return each round's noise multiplier :math:`z_t = \kappa / \epsilon^t` that spends epsilon.
 
-    The noise is on the sum. The epsilon is that of one client against an observer of sums.
+    The multiplier is the std of the noise on the sum, over the clip bound. Kappa is the least
+    number for which the epsilon of one client against an observer of sums is at most `epsilon`.
 
     Args:
-        budgets: Budget of each round. Only their ratios count.
-        epsilon: Target for the whole run under zero-out adjacency.
+        budgets: Budget of each round, above 0. Only their ratios count.
+        epsilon: Target for the whole run under zero-out adjacency, from 1e-8 to 1e5.
         clients: Number of clients.
         sampling: Rule that draws the participants of each round.
         delta: Failure probability. None stands for min(1e-5, 1 / (10 clients)).
         accountant: "pld", or "rdp", which needs more noise.
+        stateful: Whether clients keep a state (see `epsilon`).
+
+    Raises:
+        ValueError: A budget is not above 0, or no noise reaches `epsilon` by this accountant.
 
     >>> from jaxfl.privacy import Full
     >>> noise = round_noise(fixed_budgets(1.0, 100), 1.0, clients=9, sampling=Full())
@@ -116,8 +122,16 @@ def round_noise(
     (37.3, 37.3)
     """
     shape = 1 / budgets
-    options = {"clients": clients, "sampling": sampling, "delta": delta, "accountant": accountant}
-    kappa = calibrate(epsilon, rounds=len(shape), shape=shape, **options)
+    kappa = calibrate(
+        epsilon,
+        clients=clients,
+        rounds=len(shape),
+        sampling=sampling,
+        delta=delta,
+        accountant=accountant,
+        shape=shape,
+        stateful=stateful,
+    )
     return tuple((kappa * shape).tolist())
 
 

@@ -188,10 +188,11 @@ class Comparison(NamedTuple):
     def plot(self, path: str | os.PathLike) -> None:
         """Draw the headline metric against epsilon, with the 95% interval of its mean over seeds.
 
-        Methods without noise are horizontal lines.
+        Methods without a finite target are horizontal lines.
 
         Args:
-            path: Path of the picture. Its suffix (png, pdf or svg) is the format.
+            path: Path of the picture. Its suffix (png, pdf or svg) is the format. Without a suffix
+                the picture is a png.
 
         Raises:
             ValueError: The path has another suffix, or matplotlib is not installed.

@@ -222,6 +222,15 @@ def test_identifiers_are_no_categories():
         from_frame(frame, label="id")
 
 
+def test_columns_whose_inputs_have_one_name_are_named():
+    frame = {"ward": ["x", "y"], "ward=x": [7.0, 2.0], "y": [0, 1]}
+    with pytest.raises(ValueError, match=r"got 'ward=x' twice, also from 'ward=x'. Rename"):
+        from_frame(frame, label="y")
+    gaps = {"age": [1.0, None], "age missing": [0, 1], "y": [0, 1]}
+    with pytest.raises(ValueError, match=r"got 'age missing' twice, also from 'age missing'"):
+        from_frame(gaps, label="y")
+
+
 def test_a_frame_without_inputs_is_named():
     with pytest.raises(
         ValueError, match=r"frame must have a column of inputs.*got only 'y', 'who'"

@@ -249,7 +249,11 @@ def test_budgets_beyond_floating_point_are_refused_by_name(budget):
 
 
 def test_noise_that_protects_nobody_has_a_plan():
-    """Losses overflow. Rényi divergences of order a are at most a / (2 z^2) for each round."""
+    """Exponentials of the privacy losses overflow, so Rényi divergences give the epsilon.
+
+    A divergence of order a is at most a / (2 z^2) for each round. The bound here has a = 2, and
+    adds 1% for delta.
+    """
     (found,) = plan(clients=100, cohort=10, rounds=10, noise_multiplier=1e-9, kinds=("poisson",))
     assert 1e17 < found.epsilon <= 10 * 2 / (2 * 1e-18) * 1.01
 

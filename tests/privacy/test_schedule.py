@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jaxfl.privacy.accounting.ledgers import epsilon, planned_ledger, running_epsilon
 from jaxfl.privacy.mechanisms import Mechanism, PrivacyFilter, Release
 from jaxfl.privacy.mechanisms.gaussian import Total
-from jaxfl.privacy.sampling import Full, Poisson
+from jaxfl.privacy.sampling import FixedSize, Full, Poisson
 from jaxfl.privacy.schedule import (
     client_noise,
     client_shares,
@@ -72,6 +72,16 @@ def test_noise_of_a_schedule():
         round_budgets(1.0, 100, beta=0.0), 1.0, clients=20, sampling=Full(), accountant="pld"
     )
     np.testing.assert_allclose(z, 37.306, rtol=1e-3)
+
+
+def test_states_of_clients_need_more_noise_of_a_schedule():
+    sampling = FixedSize(6)
+    budgets = fixed_budgets(1.0, 20)
+    for stateful in (False, True):
+        z = round_noise(budgets, 1.0, clients=30, sampling=sampling, stateful=stateful)
+        m = Mechanism(clip=1.0, noise_multiplier=z, sampling=sampling)
+        found = epsilon(planned_ledger(m, 30, 20), m, stateful=True).value
+        assert (0.99 < found <= 1) == stateful
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -1,6 +1,6 @@
 """Six methods on handwritten digits, three of them private at one target epsilon.
 
-The quickstart takes about a minute on two cores.
+The quickstart takes one to two minutes on two cores.
 """
 
 import dataclasses

@@ -1,5 +1,6 @@
 """Data frames: rows with numbers, names and gaps become inputs of a network."""
 
+import logging
 import math
 import numbers
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -192,7 +193,7 @@ def from_frame(
       :math:`2 (\min(\max(x, l), u) - l) / (u - l) - 1`.
     - Booleans become 0 and 1.
     - Names, such as "ward 3", become one input of 0 or 1 for each different name of the training
-      rows. A name that only test rows have becomes zeros.
+      rows. A name that only test rows have becomes zeros, which is logged.
     - Gaps (NaN, None, an empty name) become 0. A further input is 1 where the column has a gap. A
       column without gaps has no such input, unless it is in `bounds` or `categories`.
 
@@ -211,7 +212,7 @@ def from_frame(
         seed: Seed of the draw.
         bounds: Lower and upper bound of input columns of numbers.
         categories: Values of columns, in the order of their inputs, or of the label's classes. Any
-            column may be listed, numbers too. Other values of an input become zeros.
+            column may be listed, numbers too. Other values of an input become zeros, and are logged.
         name: Name of the dataset in reports.
 
     Guarantee:
@@ -282,8 +283,8 @@ def encode_frame(frame: Any, encoding: Sequence[ColumnEncoding]) -> Float32[np.n
     """Return the inputs of further rows, such as new patients, for a model that has been trained.
 
     The rows need no label. They are encoded as the rows of `from_frame` were: with the same bounds,
-    means, standard deviations and categories. A name that is none of the categories becomes zeros.
-    A gap becomes 0, even in a column that had no gaps in `from_frame`.
+    means, standard deviations and categories. A name that is none of the categories becomes zeros,
+    which is logged. A gap becomes 0, even in a column that had no gaps in `from_frame`.
 
     Args:
         frame: Frame of pandas or polars, or a dict of columns. Columns that are not in the encoding
@@ -586,10 +587,26 @@ def _inputs_of(
     if encoding.categories is None:
         yield name, np.where(column.missing, 0.0, _scaled(encoding, column.values))
     else:
+        unlisted = ~column.missing
         for choice in encoding.categories:
-            yield f"{name}={choice}", ~column.missing & (column.values == choice)
+            chosen = ~column.missing & (column.values == choice)
+            unlisted &= ~chosen
+            yield f"{name}={choice}", chosen
+        _warn_of_unlisted(name, column.values[unlisted])
     if encoding.gaps:
         yield f"{name} missing", column.missing
+
+
+def _warn_of_unlisted(name: str, values: Shaped[np.ndarray, "n"]) -> None:
+    """Log a warning if a column has values that are none of its categories."""
+    if len(values):
+        logging.getLogger("jaxfl").warning(
+            "column %r has %d values that are none of its categories, such as %r. "
+            "They become zeros",
+            name,
+            len(values),
+            values[0],
+        )
 
 
 def _check_without_bounds(name: str, bounds: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Shaped
 
+from jaxfl._support.checks import check_array
 from jaxfl.data.load import check_inputs
 from jaxfl.models.frozen import given
 from jaxfl.models.tables import check_table_rows
@@ -34,8 +35,8 @@ class TrainedModel:
             `round` is the number of rounds that trained the model. `keep` is "best" if test scores
             chose this round. `client` is None for the global model, and otherwise the number of the
             client whose model this is. `privacy` says which epsilon covers the weights. `statement`
-            is the run's privacy statement, or None if it does not cover them. `versions` has the
-            versions of the packages that affect results.
+            is the run's privacy statement, or None if it does not cover them. `inputs` is the dtype
+            of the run's examples. `versions` has the versions of the packages that affect results.
 
     >>> from jaxfl import simulate
     >>> from jaxfl.algorithms import fedavg
@@ -68,7 +69,8 @@ class TrainedModel:
 
         Raises:
             ValueError: The examples do not have the shape of the network's inputs, are not finite,
-                or lie outside the table that the network looks them up in.
+                or lie outside the table that the network looks them up in. Or the run had bytes,
+                which the network scales, and the examples are no bytes, or the other way round.
         """
         return self._in_batches(self._outputs, inputs)
 
@@ -136,10 +138,28 @@ class TrainedModel:
 
     def _checked_inputs(self, inputs: Any) -> np.ndarray:
         """Return examples as an array, or raise a ValueError if the network does not take them."""
-        examples = check_inputs("inputs", inputs)
-        _check_input_shape(self.model.input_shape, examples.shape)
+        given = check_array("inputs", inputs)
+        _check_input_shape(self.model.input_shape, given.shape)
+        self._check_bytes(given)
+        examples = check_inputs("inputs", given)
         check_table_rows("inputs", self.model, examples)
         return examples
+
+    def _check_bytes(self, given: np.ndarray) -> None:
+        """Require bytes if the run had bytes that the network scales, and otherwise other numbers.
+
+        Other numbers are not scaled, so that the network would get numbers of another range.
+        """
+        stored = self.about.get("inputs")
+        if stored is None or (stored == "uint8") == (given.dtype == np.uint8):
+            return
+        as_bytes = jax.ShapeDtypeStruct(given.shape, np.uint8)
+        prepared = jax.eval_shape(self.model.prepare, as_bytes)
+        if jnp.issubdtype(prepared.dtype, jnp.floating):
+            raise ValueError(
+                f"inputs must be {stored}, as the examples of the run, got {given.dtype}. Give "
+                "examples as the run had them, because only bytes are scaled to [-1, 1]."
+            )
 
 
 def _check_input_shape(wanted: tuple[int, ...] | None, shape: tuple[int, ...]) -> None:

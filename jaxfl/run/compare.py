@@ -62,7 +62,8 @@ def _check_epsilons(name: str, value: Any) -> tuple[float, ...]:
             "Leave 0 out, because methods that send nothing have epsilon 0 anyway."
         )
     return tuple(
-        math.inf if epsilon == math.inf else check_budget(name, epsilon) for epsilon in value
+        math.inf if epsilon == math.inf else check_budget(f"{name}[{i}]", epsilon)
+        for i, epsilon in enumerate(value)
     )
 
 

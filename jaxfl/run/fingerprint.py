@@ -200,7 +200,7 @@ def how_to_resume(stored: Facts, current: Facts) -> str:
     """
     names = set(_differing(stored, current))
     if "rounds" in names and names <= {"rounds", "evaluations"}:
-        return f"To read it, give rounds={stored['rounds']}"
+        return f"To read or resume it, give rounds={stored['rounds']}"
     if not names <= {*_VERSIONED_PACKAGES, "devices"}:
         return ""
     parts = []

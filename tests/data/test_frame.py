@@ -231,6 +231,18 @@ def test_columns_whose_inputs_have_one_name_are_named():
         from_frame(gaps, label="y")
 
 
+def test_values_that_are_no_categories_are_logged(caplog):
+    frame = {"ward": ["x", "y", "z", None], "y": [0, 1, 0, 1]}
+    data: Any = from_frame(frame, label="y", categories={"ward": ["x", "y"]})
+    said = "column 'ward' has 1 values that are none of its categories, such as 'z'"
+    assert said in caplog.text
+    caplog.clear()
+    encode_frame({"ward": ["x", "y", None]}, data.encoding)
+    assert not caplog.text
+    assert encode_frame({"ward": ["q", "z"]}, data.encoding).tolist() == [[0.0] * 3] * 2
+    assert "has 2 values" in caplog.text
+
+
 def test_a_frame_without_inputs_is_named():
     with pytest.raises(
         ValueError, match=r"frame must have a column of inputs.*got only 'y', 'who'"

@@ -170,6 +170,14 @@ def resolved(name):
     raise ModuleNotFoundError(name)
 
 
+@pytest.mark.parametrize("folder", ["tutorials", "guides"])
+def test_the_readme_of_the_documents_lists_them(folder):
+    listed = (ROOT / "docs/README.md").read_text()
+    for path in (ROOT / "docs" / folder).glob("*.md"):
+        title = path.read_text().partition("\n# ")[2] or path.read_text().removeprefix("# ")
+        assert f"- [{title.partition(chr(10))[0]}]({folder}/{path.name})\n" in listed
+
+
 def test_modules_of_the_reference_are_imported_by_the_names_that_it_gives():
     modules = re.findall(r"^\.\. py:module:: (\S+)$", REFERENCE, re.MULTILINE)
     assert "jaxfl.callbacks" in modules

@@ -58,6 +58,27 @@ def saved(model, path, **changes):
     return trained
 
 
+def test_inputs_of_another_scale_than_in_the_run_are_named(tmp_path):
+    pictures = np.full((2, 8, 8, 1), 200, np.uint8)
+    network = mlp((8, 8, 1), 10)
+    saved(network, tmp_path / "m", inputs="uint8")
+    model = load_model(tmp_path / "m")
+    assert model(pictures).shape == (2, 10)
+    for wrong in (pictures / 127.5 - 1, pictures.astype(int)):
+        with pytest.raises(ValueError, match=f"inputs must be uint8, .*got {wrong.dtype}. Give"):
+            model.predict(wrong)
+    of_floats = TrainedModel(network, nudged(network), about=ABOUT | {"inputs": "float32"})
+    with pytest.raises(ValueError, match=r"inputs must be float32, .*got uint8\. Give"):
+        of_floats(pictures)
+    assert of_floats(pictures / 127.5 - 1).shape == (2, 10)
+    with pytest.raises(ValueError, match="inputs must be finite"):
+        of_floats(pictures * np.nan)
+    # A file of an earlier version does not know, and tokens are not scaled.
+    TrainedModel(network, nudged(network), about=ABOUT)(pictures)
+    words = TrainedModel(gru(9, 6), nudged(gru(9, 6)), about=ABOUT | {"inputs": "int32"})
+    assert words(np.ones((2, 6), np.uint8)).shape == words(np.ones((2, 6), np.int32)).shape
+
+
 @pytest.fixture(scope="module")
 def result():
     method = fine_tuned(
@@ -312,7 +333,7 @@ def test_predictions_do_not_depend_on_the_number_of_inputs_at_once(result):
     assert model(INPUTS[:0]).shape == (0, 10)
     for wrong, words in [
         (INPUTS[0], r"inputs must be examples \[B, 8, 8, 1\], got shape \(8, 8, 1\)"),
-        (INPUTS * np.nan, "inputs must be finite"),
+        (INPUTS * np.nan, r"inputs must be uint8, .* got float64"),
     ]:
         with pytest.raises(ValueError, match=words):
             model(wrong)

@@ -363,7 +363,7 @@ def test_a_run_replaces_reports_of_a_run_that_has_no_checkpoint_yet(tmp_path):
 def test_a_shorter_run_is_told_how_to_read_the_longer_one(tmp_path):
     quiet(tmp_path, rounds=2)
     with pytest.raises(
-        ValueError, match=r"rounds 2, not 1.* To read it, give rounds=2\. For a new"
+        ValueError, match=r"rounds 2, not 1.* To read or resume it, give rounds=2\. For a new"
     ):
         quiet(tmp_path, rounds=1)
 

@@ -150,7 +150,7 @@ def test_another_run_is_refused_and_what_differs_is_named(name, folder):
         for path in folder.rglob("*")
         if path.is_file() and path.name != ".lock"
     }
-    ways = {"devices": "To resume it", "rounds": "To read it, give rounds=2"}
+    ways = {"devices": "To resume it", "rounds": "To read or resume it, give rounds=2"}
     remedy = ways.get(name, "resume='never'")
     with pytest.raises(ValueError, match=f"holds another run.*{named}.*{remedy}"):
         run(folder, **{option: make() for option, make in options.items()})

@@ -45,7 +45,7 @@ class Backend(NamedTuple):
     few_kernels: bool
     """Whether vectorised loops are written for few kernels (see `jaxfl.local.lanes`)."""
     microbatch: int | None
-    """Number of examples in a pass of a network whose feature maps of a batch exceed the caches.
+    """Largest number of examples in a pass of a network whose feature maps exceed the caches.
 
     None stands for the batch.
     """
@@ -108,10 +108,10 @@ _TPU = _GPU._replace(
 def with_flags(flags: str) -> str:
     """Return the text of XLA_FLAGS with an option that disables XLA's tiled emitter on CPUs.
 
-    XLA reads the option only for all compilations of a process. The emitter compiles operations
-    that are fused with no other, such as params - server, for tiles of 16 numbers. They then take
-    four times as long. Flags that name a file stay unchanged, because XLA reads all of the text as
-    the name.
+    XLA takes this option for all compilations of a process, not for a single one. The emitter
+    compiles operations that are fused with no other, such as params - server, for tiles of 16
+    numbers. They then take four times as long. Flags that name a file stay unchanged, because XLA
+    reads all of the text as the name.
 
     >>> with_flags("/etc/xla_flags")
     '/etc/xla_flags'
@@ -136,7 +136,7 @@ def visible_gpus() -> int:
     """Return the number of GPUs that this process may use, or 0 if JAX is set to other platforms.
 
     JAX's backend must not start yet, so this function looks for devices and variables itself. It
-    does not check whether the installed JAX supports them.
+    does not check whether the installed JAX supports the GPUs.
     """
     platforms = jax.config.values["jax_platforms"]
     if platforms and not {"cuda", "gpu", "rocm"} & set(platforms.split(",")):
@@ -209,9 +209,9 @@ def compiler_options(mesh: Mesh) -> dict[str, Any]:
 
 
 def compile_quickly() -> None:
-    """Compile programs of this process in a third of the time, but to slower code.
+    """Set flags of XLA, by which programs compile in a third of the time, but to slower code.
 
-    This serves runs at a small scale on CPUs. Call it before JAX starts.
+    The flags serve runs at a small scale on CPUs. Call this function before JAX starts.
     """
     quick = ["--xla_backend_optimization_level=0"]
     # Later versions have no other emitters, and do not accept the name.

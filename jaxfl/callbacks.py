@@ -4,8 +4,8 @@ A callback takes its own copy of all rows of metrics so far, the newest last. It
 the run, and None or False otherwise. A resumed run first calls it with the rows that were read, so
 that a run that has ended does not continue.
 
-All callbacks are called at each evaluation, even if one of them raises. The run then saves its
-results, and raises the first exception.
+All callbacks are called at each evaluation, even if one of them raises. The run then raises the
+first exception. A run of one process saves its results before.
 
 If a callback is a context manager too, the run enters it before the first round. The run leaves it
 at the end, even after an error. A path that cannot be written therefore raises before any
@@ -39,7 +39,12 @@ _Log: TypeAlias = Callable[[list[EvaluationRow]], None]
 
 
 def check_callbacks(name: str, value: Any) -> tuple[Callback, ...]:
-    """Require a sequence of functions of the rows that run when called, and return a tuple."""
+    """Require a sequence of functions that take the rows, and return it as a tuple.
+
+    Raises:
+        TypeError: The value is no sequence of functions. Or one of them is async or a generator, or
+            cannot be called with the rows as its only argument.
+    """
     if callable(value) or not is_listed(value):
         raise TypeError(
             f"{name} must be a sequence of functions, got {show(value)}. Give a list [f]."
@@ -48,7 +53,7 @@ def check_callbacks(name: str, value: Any) -> tuple[Callback, ...]:
 
 
 def _check_callback(name: str, value: Any) -> Callback:
-    """Require a function of the rows that runs when it is called."""
+    """Require a function of the rows that is neither async nor a generator, and return it."""
     callback = check_callable(name, value)
     # An object may have an async function as its `__call__`.
     method = getattr(type(callback), "__call__", None)  # noqa: B004
@@ -131,9 +136,9 @@ def early_stopping(
 ) -> Callback:
     """Return a callback that ends the run after `patience` evaluations without a better value.
 
-    The last round is chosen by the scores on the clients' test examples, and no epsilon covers this
-    choice. NaN counts as the worst value. The callback raises a ValueError at an evaluation whose
-    row lacks the metric.
+    The metric, for instance a score on the clients' test examples, decides which round is the last.
+    No epsilon covers this choice. NaN counts as the worst value. The callback raises a ValueError
+    at an evaluation whose row lacks the metric.
 
     Args:
         metric: Name of the metric.
@@ -172,7 +177,7 @@ class EpsilonBudget:
         self._ahead: Callable[[int], Mapping[str, float]] | None = None
 
     def begin(self, ahead: Callable[[int], Mapping[str, float]], done: int) -> None:
-        """Check the next interval of a run.
+        """Check the first interval of a new or resumed run, and keep `ahead` for the later ones.
 
         Args:
             ahead: Function from a number of rounds to the epsilons at the next evaluation, by
@@ -192,7 +197,7 @@ class EpsilonBudget:
             )
 
     def __call__(self, rows: list[EvaluationRow]) -> bool:
-        """Return whether the next interval may exceed the limit.
+        """Return whether the epsilon may exceed the limit by the next evaluation.
 
         Rows without the column are left out. Outside of a run, the next interval counts as much as
         the last one.
@@ -227,18 +232,18 @@ def epsilon_budget(
 ) -> Callback:
     """Return a callback that ends the run before an interval that would exceed a budget.
 
-    An interval is the rounds from one evaluation to the next.
-    The epsilons are those of the privacy statement, by its accountant. The cost of the next
-    interval assumes that every client takes part in every round that it can. Outside of a run, the
-    next interval counts as much as the last one. A run without protection of the unit raises an
-    error before its first round, and so does a run whose first interval exceeds the budget.
+    An interval is the rounds from one evaluation to the next. The epsilons are those of the privacy
+    statement, by its accountant. The cost of the next interval assumes that every client takes part
+    in every round that it can. Outside of a run, the next interval counts as much as the last one.
+    A run without a finite epsilon for the observer and the unit raises a ValueError before its
+    first round. So does a new run whose first interval exceeds the budget.
 
     Args:
         epsilon: The budget.
         observer: "aggregate" sees noisy sums and broadcasts. "upload" sees every upload, and needs
             noise from the clients.
         unit: "client" protects all data of a client. "example" protects one example, by private
-            local steps (`DPSGD`). Its epsilon holds against both observers.
+            local steps (`DPSGD`). The epsilon of an example holds against both observers.
 
     >>> stop = epsilon_budget(2.0)
     >>> rows = [{"round": 10, "epsilon": 1.0}, {"round": 20, "epsilon": 1.6}]
@@ -309,7 +314,7 @@ def csv(path: str | os.PathLike) -> Callback:
 def tensorboard(folder: str | os.PathLike) -> Callback:
     """Return a callback that writes event files for TensorBoard (extra `[tb]`).
 
-    A resumed run writes all of its rows again, and hides the earlier ones.
+    A run hides all rows that the folder held before. A resumed run writes all of its rows again.
 
     Args:
         folder: Folder of the event files, which `tensorboard --logdir` shows.
@@ -368,7 +373,7 @@ def mlflow(library: Any, run_id: str | None = None) -> Callback:
 
     Args:
         library: The imported module `mlflow`.
-        run_id: Id of the run. None stands for the active one.
+        run_id: Id of the run. None stands for the active one, which MLflow starts if there is none.
 
     Raises:
         TypeError: `library` has no function `log_metrics`.

@@ -7,9 +7,9 @@ On each of two machines:
 If JAX detects the cluster:
   srun python -m jaxfl.launch run.py
 
-Under Slurm and Open MPI, the tasks of a node share its GPUs equally, and the number of each task is
-printed. If one process fails, the others end too. The same command then resumes each run from its
-last checkpoint.
+Under Slurm and Open MPI, the tasks of a node share its GPUs equally, and the number of GPUs of each
+task is printed. If one process fails, the others end too. The same command then resumes each run
+from its last checkpoint.
 """
 
 import argparse
@@ -48,7 +48,7 @@ _HEARTBEAT_SECONDS = 30
 """Seconds after which a process that does not respond counts as lost."""
 
 _GRACE_SECONDS = 10.0
-"""Seconds for the other processes to notice and report their progress, before they are killed."""
+"""Seconds for the other processes to notice a failure and report, before they are killed."""
 
 _ONE_PRESS_SECONDS = 0.1
 """Seconds within which signals count as one, because a terminal and a wrapper may both send it."""
@@ -183,8 +183,9 @@ def _devices() -> list[int] | None:
     """Return the indices of this task's GPUs in a cluster, or None to leave the choice to JAX.
 
     JAX gives a task of Slurm or Open MPI one GPU, so that other GPUs of the node would idle. None
-    is for nodes without GPUs, for other clusters, and for users who have chosen. The first task of
-    a node of Slurm or Open MPI prints how many devices each task has.
+    is for nodes without GPUs, for other clusters, and for users who have set JAX_LOCAL_DEVICE_IDS.
+    Under Slurm and Open MPI, a node's first task prints how many devices each task has, unless the
+    user has set this variable.
 
     Raises:
         ValueError: No cluster is detected, or not the one that started this task. The node's tasks
@@ -289,11 +290,12 @@ def _open_mpi_task() -> tuple[int, int]:
 
 
 def _unreachable(coordinator: str, bind: bool) -> str | None:
-    """Return an error if processes cannot meet at the coordinator, or None.
+    """Return an error about the coordinator's form, address or port, or None if none is found.
 
     Args:
         coordinator: HOST:PORT.
-        bind: Whether process 0 starts here, so that its port must be free.
+        bind: Whether process 0 starts here, so that its port must be free. The port is not tried if
+            JAX_COORDINATOR_BIND_ADDRESS is set.
     """
     parts = re.fullmatch(r"(\[[^\s\[\]/]+\]|[^\s\[\]/:]+):([0-9]{1,5})", coordinator)
     if not parts or not 0 < int(parts[2]) < 2**16:
@@ -495,7 +497,7 @@ def _end_after(launcher: int) -> None:
 def _run_program(run: str, processes: int | None, process: int | None) -> int:
     """Run the program, and return its exit code.
 
-    If the processes differ in program, versions or launcher, return 1 without running it.
+    If the processes differ in program, versions, launcher or number, return 1 without running it.
     """
     module = sys.argv[1] == "-m"
     sys.argv[:] = sys.argv[2 if module else 1 :]

@@ -82,6 +82,7 @@ class Metric(NamedTuple):
     - `value(sums)` returns the score. By default sums are (sum, count), and the score is their
       ratio. An undefined score, such as one that needs a positive example, is NaN. The client is
       then left out of the mean over clients, unless its loss is NaN too.
+    - `lower_is_better` says whether a smaller score is a better one.
     - `merge(first, second)` returns the sums of two batches together, and adds them by default.
       Zeros stand for a batch without examples. A variance needs another `merge`, because the
       difference of two large sums of squares loses digits.
@@ -147,16 +148,17 @@ class Task:
         name: Name of the task in reports.
         loss: Function from a batch's outputs and labels to the loss of each example. It must be
             finite for padding, whose inputs and labels are 0.
-        metrics: Metrics by name. The first is the headline, and reports have its mean over the
-            worst tenth of clients. A name must be an identifier of Python, because reports, files
-            and trackers use it.
+        metrics: Metrics by name. The first is the headline. Reports have the mean of each metric
+            over clients, and over the worst tenth of them. A name must be an identifier of Python,
+            because reports, files and trackers use it.
         check: Function that raises a ValueError where outputs do not fit the labels of all
             examples. Its first argument has the shape and dtype of the outputs for a batch of 2. A
             run puts the model and its inputs before the message. The default accepts everything.
         predict: Function from a batch's outputs to predictions. The default returns the outputs.
 
     Raises:
-        ValueError: There are no metrics, or a name is no identifier or is taken by reports.
+        ValueError: There are no metrics. A name is no identifier, begins with "central_", or is
+            taken by reports or by a statistic of another metric.
         TypeError: The loss cannot be called, or a metric is no `Metric`.
 
     >>> late = average(lambda outputs, labels: outputs[:, 0] > labels, lower_is_better=True)
@@ -217,24 +219,24 @@ class Task:
 
     @property
     def functions(self) -> tuple[Any, ...]:
-        """The functions that decide losses, scores and predictions."""
+        """The fields `loss`, `metrics` and `predict`, which hold the functions of the task."""
         return self.loss, self.metrics, self.predict
 
     def mean_loss(
         self, outputs: Array, labels: Array, weights: Float[Array, "B"]
     ) -> Float[Array, ""]:
-        """Return the mean loss over the examples of weight 1. Weight 0 marks padding."""
+        """Return the mean loss over the examples of weight 1, or 0 if all have weight 0."""
         return mean(self.loss(outputs, labels), weights)
 
 
 def columns(task: Task) -> set[str]:
-    """Return the names that the task's metrics take in a row of a run's metrics."""
+    """Return the names that the task's loss and metrics take in a row of a run's metrics."""
     by_metric = [_columns(name, headline=name == task.headline) for name in task.metrics]
     return {"loss"}.union(*by_metric)
 
 
 def is_taken(task: Task, name: str) -> bool:
-    """Return whether an algorithm's info may not have a name, because rows of metrics have it."""
+    """Return whether a name is reserved in rows of metrics, so that no info may have it."""
     # An info `loss` is shown as `train_loss`.
     return name.startswith(CENTRAL) or name in RESERVED | columns(task) - {"loss"}
 
@@ -253,7 +255,10 @@ def mean(losses: Float[Array, "B"], weights: Float[Array, "B"]) -> Float[Array, 
 
 
 def cross_entropy(outputs: Float[Array, "B K"], labels: Int[Array, "B"]) -> Float[Array, "B"]:
-    """Return -log softmax(outputs) at the label, after `changed_logits` if there is a change."""
+    """Return each example's -log softmax(outputs) at its label.
+
+    Within `changed_logits`, the outputs are changed first.
+    """
     change = _CHANGE.value
     logits = outputs if change is None else change(outputs)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
@@ -277,6 +282,7 @@ class Change:
 def changed_logits(function: Callable[[Array], Array]) -> Iterator[Change]:
     """Let `cross_entropy` change all logits in code that is traced inside the context.
 
+    The context yields a `Change`, whose `applied` becomes True when a loss has used the function.
     A wrapper of a method cannot pass the function as an argument, because the method holds its
     model and the model's loss. Of nested contexts, the inner one changes the logits first.
     """
@@ -302,20 +308,21 @@ def classification(
 
     Args:
         metrics: Names of metrics: "accuracy", "f1" and "auc". "f1" is the mean of
-            2 TP / (2 TP + FP + FN) over the classes that are seen or predicted, by numbers of true
-            positives, false positives and false negatives. "auc" is the mean over classes of
-            P(p_k of an example of class k > p_k of another example), where equal p_k count one
-            half. Here p_k is the softmax of the logits at class k. A class without examples of both
-            kinds is left out. The default is accuracy.
-        exact: Number of test examples of a client up to which "auc" is exact, at most 65,535. For
-            clients with more of them, 256 thresholds approximate it. An evaluation keeps as many
-            outputs of a client in memory.
+            2 TP / (2 TP + FP + FN) over the classes that are seen or predicted, with the numbers of
+            true positives, false positives and false negatives. "auc" is the mean over classes of
+            P(p_k of an example of class k > p_k of an example of another class), where equal p_k
+            count one half. Here p_k is the softmax of the logits at class k. A class that has none
+            or all of a client's examples is left out of "auc". The default is accuracy.
+        exact: Number of test examples of a client up to which "auc" is exact, from 1 to 65,535. For
+            clients with more of them, 256 thresholds approximate it. For "auc", an evaluation keeps
+            as many outputs of a client in memory.
         class_weights: Factor :math:`w_k` above 0 of the loss of each class, so that the loss of an
             example is :math:`-w_y \log p_y`. Means still divide by the number of examples. No
             epsilon covers weights that follow from clients' labels. None stands for factors of 1.
 
     Raises:
-        ValueError: The name of a metric is unknown or given twice, or a number is out of range.
+        ValueError: The name of a metric is unknown or given twice, `exact` is out of range, or
+            `class_weights` is not a vector of finite numbers above 0.
 
     >>> classification("accuracy", "f1").metrics.keys()
     dict_keys(['accuracy', 'f1'])

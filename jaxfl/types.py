@@ -171,7 +171,7 @@ class ClientData:
     def take(
         self, positions: Int[Array, "..."]
     ) -> tuple[Shaped[Array, "..."], Shaped[Array, "..."]]:
-        """Return inputs and labels at some positions, and zeros at padding."""
+        """Return inputs and labels at some positions from 0, and zeros at padding."""
         real = positions < self.size
         # Padding reads the first row: the rows behind the client's own belong to other clients.
         rows = jnp.asarray(self._rows)[jnp.where(real, self._start + positions, 0)]
@@ -190,7 +190,10 @@ class ClientData:
         return dataclasses.replace(self, _start=self._start + start, _positions=length, size=size)
 
     def in_order(self, positions: Int[Array, "N"]) -> "ClientData":
-        """Return the client with its examples in the order of `positions`, the real ones first."""
+        """Return the client with its examples in the order of `positions`.
+
+        The positions of its examples must come before those of padding.
+        """
         rows = jnp.asarray(self._rows)[jnp.where(positions < self.size, self._start + positions, 0)]
         return dataclasses.replace(self, _rows=rows, _start=0, _positions=None)
 
@@ -198,6 +201,7 @@ class ClientData:
 class Model(NamedTuple):
     """A network as pure functions, with its parameters named in depth order, and its task.
 
+    - `init(key)` returns the first parameters.
     - `apply(params, prepare(inputs))` returns outputs, and the `task` defines their meaning: logits
       for a classification. Training gives `apply` and `classify` a key as a third argument, for
       layers that draw, such as dropout. Without a key these layers draw nothing.
@@ -208,9 +212,10 @@ class Model(NamedTuple):
       sum over examples of the *squared* per-example gradient (see `jaxfl.local.fisher`). It is None
       if a model has no such rule.
     - `layers` and `head` name the layers in depth order, and those of the head.
-    - `microbatch` examples go through the network at once in a local step. None takes all of a
-      batch, and "auto" takes what suits large feature maps on the devices. Layers that draw, such
-      as dropout, draw for each part. Otherwise the number changes only speed, memory and rounding.
+    - At most `microbatch` examples go through the network at once in a local step. None takes all
+      of a batch, and "auto" takes what suits large feature maps on the devices. Layers that draw,
+      such as dropout, draw for each part. Otherwise the number changes only speed, memory and
+      rounding.
     - `ghost_norms(params, x, probe)` has the values of `apply`, and its gradient by `probe` [B] is
       the squared norm of each example's gradient (see `jaxfl.privacy.dp_sgd`). Private steps clip
       by these norms, so a model with another `apply` needs other norms, or None.
@@ -309,7 +314,8 @@ class Algorithm(NamedTuple):
         dp_sgd: The `jaxfl.privacy.DPSGD` by which `client_update` trains, so that the engine gives
             its noise and the statement its epsilon. None if `client_update` makes no private steps.
         terms: Terms of the privacy statement, such as its delta and the paper's claim.
-        sends: Kind of the update in a message: a difference, or the client's weights.
+        sends: Kind of the update in a message: "update" for a difference, or "weights" for the
+            client's weights.
         audit: Canaries that take part. `simulate(audit=...)` sets it.
         sparse: Coordinates of an update that may be nonzero, for the count of sent bytes. None if
             all of them may be.
@@ -336,7 +342,7 @@ class Algorithm(NamedTuple):
     terms: Terms = Terms()
     """Terms of the privacy statement."""
     sends: Literal["update", "weights"] = "update"
-    """The kind of update in a message: a difference, or the client's weights."""
+    """The kind of update in a message: "update" for a difference, or "weights" for weights."""
     audit: Any = None
     """The `jaxfl.privacy.Canaries` that take part with the clients, or None without an audit."""
     sparse: Sparse | None = None

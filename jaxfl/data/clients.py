@@ -71,7 +71,7 @@ def make_clients(
         ValueError: The numbers of lists differ, or no list has a training example. A list is not a
             vector of whole numbers, goes beyond the data, or repeats a row. Two training lists
             share a row. The arrays of `data` do not fit together.
-        TypeError: `data` is neither a dataset nor four arrays.
+        TypeError: `data` is neither a dataset nor four arrays, or lists are no sequences of arrays.
 
     Example:
         >>> from jaxfl.data import iid, load, matching
@@ -108,7 +108,10 @@ def _clients_in_lists(name: str, value: Any) -> Clients:
 
 
 def in_lists(clients: Clients) -> Clients:
-    """Return the clients with their rows as `Lists`. A matrix of rows on the host is not copied."""
+    """Return the clients with their rows as `Lists`.
+
+    A contiguous matrix of rows on the host is not copied.
+    """
 
     def lists_of(rows: Any) -> Lists:
         return rows if isinstance(rows, Lists) else Lists.of(rows)
@@ -276,7 +279,8 @@ def shard(clients: Clients, shards: int, own: Sequence[int] | None = None) -> Cl
         clients: Clients with one store, for instance from `make_clients`.
         shards: Number of devices.
         own: Indices of the blocks to lay out, in this order, such as the blocks of this process's
-            devices. Only examples of these blocks are read. None lays out all blocks.
+            devices. Only examples of these blocks are read. None lays out all blocks, and so does
+            any value with one shard.
 
     Raises:
         ValueError: `shards` is not a whole number of at least 1.
@@ -376,7 +380,7 @@ def _joined_lists(
     """Return the rows of all lists, one list after the other, and the lists' sizes.
 
     Raises:
-        ValueError: A row is not below `length`, or a list has a row twice.
+        ValueError: A list is not a vector of rows from 0 to `length` - 1, or has a row twice.
     """
     arrays = check_rows(name, lists, length)
     size = np.array([len(rows) for rows in arrays], np.int32)

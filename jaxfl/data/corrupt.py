@@ -55,8 +55,8 @@ def salt_and_pepper(
     of all `inputs` in floating ones.
 
     Which pixels of a row become black or white depends only on the seed, the row's number, the
-    shape of an input, and the density. A higher density corrupts the same pixels as a lower one, in
-    the same way, and more of them.
+    shape of an input, and the density. A higher density corrupts all pixels that a lower one
+    corrupts, in the same way.
 
     Args:
         inputs: Inputs `[D, ...]`, uint8 or floating. They are not changed.
@@ -68,8 +68,8 @@ def salt_and_pepper(
         A copy of `inputs` with the rows corrupted.
 
     Raises:
-        ValueError: The density is outside [0, 1], or a row is outside the inputs or given twice.
-            Inputs are neither uint8 nor finite floating numbers.
+        ValueError: The density is outside [0, 1], or a row is no whole number, is outside the
+            inputs, or is given twice. Inputs are neither uint8 nor finite floating numbers.
 
     Example:
         >>> gray = np.full((3, 8, 8, 1), 100, np.uint8)
@@ -108,9 +108,9 @@ def corrupt_clients(
         A copy of `inputs` with the clients' rows corrupted.
 
     Raises:
-        ValueError: There are more or fewer densities than clients, a density is outside [0, 1], or
-            a row is outside the inputs or in the lists twice. Inputs are neither uint8 nor finite
-            floating numbers.
+        ValueError: There are no clients, or more or fewer densities than clients. A density is
+            outside [0, 1]. A row is no whole number, is outside the inputs, or is in the lists
+            twice. Inputs are neither uint8 nor finite floating numbers.
 
     Example:
         >>> gray = np.full((2, 8, 8, 1), 100, np.uint8)
@@ -161,7 +161,8 @@ def flip_labels(labels: np.ndarray, rows: np.ndarray, *, classes: int) -> np.nda
         classes: Number K of classes.
 
     Raises:
-        ValueError: A label or a row is outside its range.
+        ValueError: A label or a row is no whole number or is outside its range, or there are no
+            labels.
 
     Example:
         >>> flip_labels(np.array([0, 1, 9]), np.array([0, 1]), classes=10).tolist()

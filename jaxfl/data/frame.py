@@ -26,7 +26,7 @@ Frame: TypeAlias = Mapping[str, Any]
 _MOST_CATEGORIES = 100
 """Largest number of names in a column that need no list of `categories`.
 
-A column with more of them is an identifier, or numbers that were read as text.
+A column with more of them is usually an identifier, or numbers that were read as text.
 """
 
 
@@ -212,7 +212,7 @@ def from_frame(
         seed: Seed of the draw.
         bounds: Lower and upper bound of input columns of numbers.
         categories: Values of columns, in the order of their inputs, or of the label's classes. Any
-            column may be listed, numbers too. Other values of an input become zeros, and are logged.
+            column may be listed, numbers too. Other values become zeros, and are logged.
         name: Name of the dataset in reports.
 
     Guarantee:
@@ -223,10 +223,11 @@ def from_frame(
 
     Raises:
         ValueError: A column does not exist, or has dates, infinite numbers or values of several
-            kinds. Columns differ in length, or have no rows. A label is missing, or is not among
-            its `categories`. A column has more than 100 names without `categories`, or has `bounds`
-            although it has names or `categories`.
-        TypeError: `frame` has no columns, or an argument has the wrong type.
+            kinds. Columns differ in length, or have no rows. No column is left for inputs, or two
+            columns have inputs of one name. A label is missing, is a whole number below 0, or is
+            not among its `categories`. A column has more than 100 names without `categories`, or
+            has `bounds` although it has names or `categories`.
+        TypeError: `frame` has no columns, an owner is missing, or an argument has the wrong type.
 
     Example:
         >>> frame = {
@@ -292,8 +293,8 @@ def encode_frame(frame: Any, encoding: Sequence[ColumnEncoding]) -> Float32[np.n
         encoding: `Dataset.encoding` of the dataset with which the model was trained.
 
     Raises:
-        ValueError: A column is missing, or has dates, infinite numbers, or values of another kind
-            than before.
+        ValueError: A column is missing, has dates or infinite numbers, or has names where the
+            encoding has numbers, or the reverse. Columns differ in length, or have no rows.
         TypeError: `frame` has no columns, or `encoding` is not a sequence of `ColumnEncoding`.
 
     >>> data = from_frame({"age": [40.0, 60.0], "sick": [0, 1]}, label="sick")
@@ -394,7 +395,15 @@ def _check_known(name: str, columns: Any, known: Any) -> None:
 def _check_complete(
     name: str, frame: Frame, columns: Iterable[str], known: str, remedy: str
 ) -> None:
-    """Require the columns of the argument `known` in a frame of further rows."""
+    """Require columns in a frame of further rows.
+
+    Args:
+        name: Name of the argument with the frame, for errors.
+        frame: The frame.
+        columns: Names of the columns.
+        known: Name of the argument that has these columns, for errors.
+        remedy: Remedy of the error.
+    """
     for column in columns:
         if column not in frame:
             raise ValueError(
@@ -481,7 +490,7 @@ def _all_of(values: Shaped[np.ndarray, "n"], kind: Any) -> bool:
 
 
 def _is_missing(value: Any) -> bool:
-    """Return whether a value stands for a gap: None, NaN, an empty name, or NA of pandas."""
+    """Return whether a value stands for a gap: None, NaN, an empty name, or pandas' NA or NaT."""
     # A comparison with pandas.NA has no truth value, so its type identifies it.
     if value is None or type(value).__name__ in ("NAType", "NaTType"):
         return True
@@ -562,7 +571,11 @@ def _encoding_of(
 def _encode_columns(
     encoding: Sequence[ColumnEncoding], columns: Mapping[str, _Column]
 ) -> dict[str, np.ndarray]:
-    """Return the inputs that columns become, by name."""
+    """Return the inputs that columns become, by name.
+
+    Raises:
+        ValueError: Two of the inputs have one name.
+    """
     found: dict[str, np.ndarray] = {}
     for own in encoding:
         for name, values in _inputs_of(own, columns[own.column]):

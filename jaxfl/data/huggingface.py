@@ -52,8 +52,8 @@ def from_huggingface(
         test: Name of the test split. A `DatasetDict` without it gives no test examples.
 
     Raises:
-        ValueError: A split or a column does not exist, the training split is empty, inputs are not
-            numbers or differ in shape, or a label is None.
+        ValueError: The training split or a column does not exist, the training split is empty,
+            inputs are not numbers or differ in shape, or a label is None.
         TypeError: `dataset` is not a dataset, inputs are texts, or an owner is missing.
 
     >>> class Stored(dict):

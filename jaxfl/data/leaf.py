@@ -48,8 +48,8 @@ def from_leaf(folder: str | os.PathLike[str]) -> Dataset:
         folder: Folder of the data.
 
     Raises:
-        ValueError: There is no JSON file, a file is not LEAF's, or inputs are words or differ in
-            length.
+        ValueError: There is no JSON file, a file is not LEAF's, or inputs or labels are words or
+            differ in length.
 
     References:
         Caldas et al. 2019, "LEAF: a benchmark for federated settings" (arXiv:1812.01097).

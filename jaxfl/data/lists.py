@@ -71,6 +71,8 @@ def from_lists(
 ) -> Dataset:
     """Make a dataset of users' texts, such as messages, each a list of tokens.
 
+    All examples are training examples (see `hold_out`).
+
     Without `labels` the examples are for a language model, whose task is
     `jaxfl.tasks.next_token()`. A list is cut into windows of L tokens, and the labels of a window
     are the tokens that follow each of its positions. A position without a next token has the input
@@ -80,7 +82,8 @@ def from_lists(
     tokens count. A shorter list has zeros in front of it, so that the last position, after which
     models with `every=False` predict, is the last token.
 
-    A model needs a vocabulary of one more than the largest number: `len(vocabulary) + 1`.
+    The embedding of a model needs one row more than the largest number of a token. With
+    `vocabulary`, `len(vocabulary) + 1` rows are enough.
 
     Args:
         users: User `[n]` of each list: names, or whole numbers. They become the owners of the

@@ -74,7 +74,7 @@ class Dataset(NamedTuple):
     columns: tuple[str, ...] = ()
     """Names of the inputs, if they come from a data frame (`jaxfl.data.from_frame`)."""
     encoding: tuple[Any, ...] = ()
-    """Encoding of each of the frame's columns, by which `encode_frame` encodes further rows."""
+    """Encoding of each column of inputs, by which `encode_frame` encodes further rows."""
 
 
 def check_labels(
@@ -269,7 +269,8 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset:
     Raises:
         ValueError: The name is unknown, a package that reads the files is missing, or the folder
             has no prepared copy, or a copy that is damaged, incomplete, or in another file format.
-            The message has the command that installs or prepares what is missing.
+            If a package or a usable copy is missing, the message has the command that installs or
+            prepares it.
 
     Example:
         >>> digits = load("digits")
@@ -315,7 +316,8 @@ def from_arrays(
 
     Args:
         train_inputs: Training inputs `[n, ...]`: bytes (images), floating numbers, or other whole
-            numbers. Floating numbers become float32, and whole numbers have 32 bits at most.
+            numbers. Floating numbers and booleans become float32, and whole numbers have 32 bits at
+            most.
         train_labels: Classes `[n]`, whole numbers from 0. Labels of another task than
             classification are floating numbers `[n]`, or any numbers `[n, ...]`.
         test_inputs: Test inputs `[m, ...]` with the dtype and example shape of `train_inputs`. The

@@ -29,13 +29,14 @@ def by_owner(
         least: Least number of training examples of a client. Owners with fewer are left out.
 
     Returns:
-        Training rows and test rows, in ascending order. A client may have no test examples. The
-        owner of the client with training rows `rows` is `owner[rows[0]]`.
+        Training rows and test rows of each client, in ascending order. A client may have no test
+        examples. The owner of the client with training rows `rows` is `owner[rows[0]]`.
 
     Raises:
         ValueError: No owner has `least` training examples, or owners of training examples are names
-            and those of test examples numbers, or the reverse.
-        TypeError: An owner is missing, or is neither a name nor a whole number.
+            and those of test examples numbers, or the reverse. Owners are not a vector.
+        TypeError: An owner is missing, or the owners of one argument are neither all names nor all
+            whole numbers.
 
     Example:
         >>> train, test = by_owner([7, 2, 7, 7, 4], [2, 7, 2], least=1)

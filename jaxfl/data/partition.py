@@ -38,10 +38,13 @@ def iid(
     """Deal examples at random, in lists whose sizes differ by at most one.
 
     Args:
-        labels: Labels `[D]`, of which only the number matters.
+        labels: Labels `[D, ...]`, of which only the number D matters.
         clients: Number of clients, at most D.
         seed: Seed of the partition.
         size: Number of examples per client. None deals all examples.
+
+    Returns:
+        Row numbers of each client's examples, in ascending order.
 
     Raises:
         ValueError: There are fewer examples than `clients`, or than `clients * size`.
@@ -75,12 +78,16 @@ def by_sizes(
     """Deal `sizes[i]` examples at random to client i. The remaining examples have no client.
 
     Args:
-        labels: Labels `[D]`, of which only the number matters.
+        labels: Labels `[D, ...]`, of which only the number D matters.
         sizes: Number of examples of each client `[C]`. 0 gives a client no examples.
         seed: Seed of the partition.
 
+    Returns:
+        Row numbers of each client's examples, in ascending order.
+
     Raises:
-        ValueError: A size is negative, or their sum exceeds the number of examples.
+        ValueError: There are no sizes, a size is no whole number from 0, or the sum of the sizes
+            exceeds the number of examples.
 
     Example:
         >>> [len(rows) for rows in by_sizes(np.zeros(9, int), [5, 0, 3], seed=0)]
@@ -115,6 +122,9 @@ def dirichlet(
         alpha: Concentration above 0.
         seed: Seed of the partition.
         minimum: Least number of examples per client. 0 allows clients without examples.
+
+    Returns:
+        Row numbers of each client's examples, in ascending order.
 
     Raises:
         ValueError: There are fewer than `clients * minimum` examples.
@@ -161,6 +171,9 @@ def dirichlet_by_client(
         alpha: Concentration above 0.
         size: Number of examples of each client.
         seed: Seed of the partition.
+
+    Returns:
+        Row numbers of each client's examples, in ascending order.
 
     Raises:
         ValueError: There are fewer than `clients * size` examples.
@@ -277,8 +290,8 @@ def classes_per_client(
     There are `s * clients` slots. Each of the K classes gets `s * clients // K` of them, and the
     remainder goes to randomly chosen classes, one each. The slots are dealt at random, s to a
     client. Each class is split into one shard per slot, and sizes of its shards differ by at most
-    one. The test examples are split by the same slots. `s = K` with distinct classes gives every
-    client equal shares of each class, up to one example.
+    one. With `test="disjoint"`, the test examples are split by the same slots. `s = K` with
+    distinct classes gives every client equal shares of each class, up to one example.
 
     Args:
         labels: Class labels `[D]` from 0. K is the number of distinct labels.
@@ -292,10 +305,11 @@ def classes_per_client(
             tests each client on all examples of its classes.
 
     Returns:
-        Training rows and test rows. Test rows of `"all"` overlap between clients.
+        Training rows and test rows of each client. Test rows of `"all"` overlap between clients.
 
     Raises:
-        ValueError: s is too large, or a class has fewer examples than shards.
+        ValueError: s is too large, or a class has fewer examples than shards. Test examples count
+            only with `test="disjoint"`.
 
     Example:
         >>> labels = np.arange(400) % 10
@@ -356,6 +370,9 @@ def matching(
         labels: Training labels `[D]` from 0.
         test_labels: Test labels `[M]` from 0.
         seed: Seed of the split.
+
+    Returns:
+        Row numbers of each client's test examples, in ascending order.
 
     Raises:
         ValueError: Labels are not whole numbers from 0, there is no client, or a training row is
@@ -461,7 +478,7 @@ def _top_up(rng: np.random.Generator, owner: np.ndarray, clients: int, minimum: 
 def _make_distinct(
     rng: np.random.Generator, slots: Int[np.ndarray, "C K"]
 ) -> Int[np.ndarray, "C K"]:
-    """Swap slots between clients until none has a class twice, in `slots` itself.
+    """Swap slots between clients until no client has a class twice, in `slots`, and return it.
 
     A client i with class a twice swaps one slot of a with a client j that lacks a. Such a client
     exists, because a has at most as many slots as there are clients. Client j gives a class b that

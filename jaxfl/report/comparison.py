@@ -105,7 +105,8 @@ class Comparison(NamedTuple):
             interval.
 
         Raises:
-            ValueError: The comparison has no rows of the reference.
+            ValueError: The comparison has no rows of the reference, or `confidence` is not in
+                (0, 1).
         """
         if reference not in (known := sorted({method for method, _ in self.cells})):
             raise ValueError(
@@ -263,6 +264,7 @@ class Comparison(NamedTuple):
 
         Raises:
             ValueError: The file has other content.
+            OSError: The file does not exist, or is no regular file.
         """
         try:
             return cls(**json.loads(read(pathlib.Path(path))))
@@ -311,7 +313,7 @@ class Comparison(NamedTuple):
     def _cell(self, method: str, epsilon: float, column: str | None) -> str:
         """Return mean and standard deviation with notes, or the reason why they are missing.
 
-        A dash stands for a cell without any run.
+        A dash stands for a cell without a mean and without a reason.
         """
         ends = [
             f"{name} at an end"

@@ -48,7 +48,7 @@ COLUMNS = {
     "bytes_up": "bytes that a participant sends in a round",
     "bytes_down": "bytes that a participant receives in a round",
 }
-"""Columns of `metrics` with costs: epsilons so far by the statement's bounds, and bytes."""
+"""Meanings of columns of `metrics`: epsilons so far by the statement's bounds, and bytes."""
 
 
 def points_of(folder: pathlib.Path) -> list[pathlib.Path]:

@@ -368,7 +368,7 @@ def _check_lengths(own_columns: Columns, clients: int) -> None:
 
 
 def _canary_scores(path: pathlib.Path) -> dict[str, Callable[[], Any]]:
-    """Return a function that plots the canaries' scores, as `canaries`, or {} without scores."""
+    """Return a dict from "canaries" to a function that plots their scores, or {} without scores."""
     arrays = _load_arrays(path)
     if {"taken", "sum"} - arrays.keys():
         return {}
@@ -405,7 +405,7 @@ def _load_metrics(folder: pathlib.Path) -> list[Row]:
 
 
 def _first_metric(rows: Sequence[Row]) -> str:
-    """Return the name of the last row's first metric, which follows the round."""
+    """Return the name of the last row's first metric, or "accuracy" if the row has only a round."""
     return next((name for name in rows[-1] if name != "round"), "accuracy")
 
 

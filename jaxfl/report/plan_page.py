@@ -50,8 +50,8 @@ def write_plan(plans: Sequence[Plan], path: str | os.PathLike) -> pathlib.Path:
         path: Path of the HTML file. An earlier page of a plan is replaced, and nothing else is.
 
     Raises:
-        ValueError: The path belongs to something else, which stays unchanged. Or the plans are of
-            several deployments.
+        ValueError: The path belongs to something else, which stays unchanged, or its folder cannot
+            be written. Or the plans are of several deployments.
         TypeError: The plans are no result of `jaxfl.privacy.plan`.
     """
     page = check_page("path", path)

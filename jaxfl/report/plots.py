@@ -313,10 +313,10 @@ def comparison(
 ) -> Figure:
     """Return a figure of a metric against epsilon, with a curve for each method.
 
-    A curve has means over seeds, and bars of their 95% intervals. A method without noise is a
-    horizontal line with a band. The line is dotted if the method sends nothing. A single seed has
-    no interval. At most eight curves share a panel, and every panel has all lines. Labels follow
-    the curves' order at their right end.
+    A curve has means over seeds, and bars of their 95% intervals. A method without a finite epsilon
+    is a horizontal line with a band. The line is dotted if the method sends nothing. A single seed
+    has no interval. At most eight curves share a panel, and every panel has all lines. Labels
+    follow the curves' order at their right end.
 
     Args:
         found: Mean and half the width of its interval by epsilon, for each method.
@@ -387,7 +387,7 @@ def _label_epsilons(axes: Axes, epsilons: Sequence[float]) -> None:
 
 
 def _by_noise(found: Mapping[str, Mapping[float, Any]]) -> tuple[list[str], list[str]]:
-    """Return the names of the methods without noise, and of the methods with noise."""
+    """Return the names of the methods without a finite epsilon, and of the other methods."""
     noisy = [name for name, points in found.items() if any(map(math.isfinite, points))]
     return [name for name in found if name not in noisy], noisy
 

@@ -293,6 +293,10 @@ def shard(clients: Clients, shards: int, own: Sequence[int] | None = None) -> Cl
         >>> halves.labels.tolist(), halves.train.flat.tolist(), halves.train.start.tolist()
         ([3, 0, 0, 1], [0, 0, 0, 1], [0, 0])
     """
+    if own is not None and max(own, default=0) >= shards:
+        raise ValueError(
+            f"own must be indices of blocks below {shards}, got {show(own)}. Leave out the others."
+        )
     splits = [
         (clients.train, np.asarray(clients.train_size)),
         (clients.test, np.asarray(clients.test_size)),

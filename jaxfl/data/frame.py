@@ -682,7 +682,17 @@ def _labels(name: str, column: _Column, classes: Sequence[Any] | None) -> Shaped
     if classes is not None:
         return _numbered(name, column.values, classes)
     # Floating numbers are no classes, but numbers to predict.
-    return column.values if column.kind == "number" else column.values.astype(np.int64)
+    if column.kind == "number":
+        return column.values
+    whole = column.values.astype(np.int64)
+    # The kind is that of training rows.
+    broken = column.values[whole != column.values]
+    if len(broken):
+        raise ValueError(
+            f"label must have whole numbers in test rows, as in training rows, got {name!r} with "
+            f"{broken[0]:g}. Give floating numbers in both, or classes in both."
+        )
+    return whole
 
 
 def _numbered(

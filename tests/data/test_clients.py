@@ -160,6 +160,11 @@ def test_blocks_share_a_test_example_by_copies():
     assert len(parts.inputs) == 4 * 9
 
 
+def test_a_block_that_does_not_exist_is_named():
+    with pytest.raises(ValueError, match=r"own must be indices of blocks below 2, got \(0, 2\)"):
+        shard(make_clients(arrays(), [[0], [1]], [[], []]), 2, own=[0, 2])
+
+
 def test_one_shard_changes_nothing():
     clients = make_clients(arrays(), [np.array([1, 2])], [np.array([0])])
     one = shard(clients, 1)

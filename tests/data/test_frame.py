@@ -243,6 +243,14 @@ def test_values_that_are_no_categories_are_logged(caplog):
     assert "has 2 values" in caplog.text
 
 
+def test_labels_of_tests_are_whole_numbers_if_those_of_training_are():
+    frame = {"x": [1.0, 2.0], "y": [0, 1]}
+    with pytest.raises(ValueError, match=r"label must have whole numbers .* got 'y' with 0\.5"):
+        from_frame(frame, label="y", test={"x": [1.0], "y": [0.5]})
+    data: Any = from_frame(frame, label="y", test={"x": [1.0], "y": [1.0]})
+    assert data.test_labels.tolist() == [1]
+
+
 def test_a_frame_without_inputs_is_named():
     with pytest.raises(
         ValueError, match=r"frame must have a column of inputs.*got only 'y', 'who'"

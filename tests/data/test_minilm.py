@@ -190,3 +190,13 @@ def test_no_texts_raise_an_error(texts, kind):
 def test_half_a_surrogate_pair_raises_an_error():
     with pytest.raises(ValueError, match=r"texts must be texts of Unicode, got .* at 1"):
         minilm_tokens(["a", "\ud800"])
+
+
+def test_a_damaged_package_is_named(monkeypatch, tmp_path):
+    (tmp_path / "model.zip").write_bytes(b"PK")
+    found = types.SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
+    module = importlib.import_module("jaxfl.data.minilm")
+    module._published_content.cache_clear()
+    with pytest.raises(ValueError, match=r"encoder must have the published files, got another '"):
+        module._published_content(next(iter(module._PUBLISHED_HASHES)))

@@ -358,9 +358,10 @@ def _one_recipe(places: Sequence[Result], epsilons: Sequence[float]) -> str:
     score = 100 * comparison(least).mean(alone(least), math.inf)[0]
     constant = 100 * np.mean(least["constant"]["all"])
     return (
-        "Linear DP-FedAvg, trained with or without maps of logits, which each client may correct "
-        "or adapt before it mixes in a model of its own (`dp_fedavg_mixed`), differs from training "
-        f"alone by {', and by '.join(differences_by_size)}. With 1,000 clients or more, the "
+        "DP-FedAvg trains a shared linear model, with or without maps of logits. Each client may "
+        "correct or fine-tune this model, and mixes it with a model that it trains alone "
+        "(`dp_fedavg_mixed`). The mixture differs from training alone by "
+        f"{', and by '.join(differences_by_size)}. With 1,000 clients or more, the "
         f"difference is least on {least['place']['title'].split(',')[0]}, where training alone "
         f"scores {score:.1f}% and always predicting the most frequent class {constant:.1f}%. "
         "Validation examples choose the form, from about twice as many points as other methods "

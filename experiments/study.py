@@ -339,8 +339,11 @@ def yes_or_no(claims: Mapping[str, bool]) -> str:
 
 
 def source(result: Result) -> str:
-    """Return the line below a table, with seeds, versions and date."""
-    return f"Seeds {listed(result['seeds'])}, mean ± standard deviation; {dated(result)}."
+    """Return the line below a table: seeds, the form of several seeds' numbers, date, versions."""
+    seeds = result["seeds"]
+    if len(seeds) == 1:
+        return f"Seed {seeds[0]}; {dated(result)}."
+    return f"Seeds {listed(seeds)}, mean ± standard deviation; {dated(result)}."
 
 
 def dated(result: Result) -> str:

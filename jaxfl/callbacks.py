@@ -199,7 +199,7 @@ class EpsilonBudget:
     def __call__(self, rows: list[EvaluationRow]) -> bool:
         """Return whether the epsilon may exceed the limit by the next evaluation.
 
-        Rows without the column are left out. Outside of a run, the next interval counts as much as
+        Rows without the column are left out. Before any run, the next interval counts as much as
         the last one.
 
         Raises:

@@ -293,7 +293,10 @@ class Bench:
         )
 
     def tested_locally(self, method: Algorithm) -> Algorithm:
-        """Return the method, tested after further training of each client, which is never sent."""
+        """Return the method, tested after each client has trained further on its own data.
+
+        Nothing of this training is sent.
+        """
 
         def personalize(
             key: Key[Array, ""], server: Tree, client: Tree, data: ClientData

@@ -425,12 +425,18 @@ def check_folder(name: str, value: Any) -> Any:
     Neither the path nor a folder above it may be a file.
     """
     path = pathlib.Path(check_path(name, value))
-    for there in (path, *path.parents):
-        if there.exists() and not there.is_dir():
-            raise ValueError(
-                f"{name} must be the path of a folder, got {show(value)}, where {str(there)!r} is "
-                "a file. Choose another folder."
-            )
+    try:
+        file = next((it for it in (path, *path.parents) if it.exists() and not it.is_dir()), None)
+    except OSError as error:
+        raise ValueError(
+            f"{name} must be the path of a folder, got {show(value)} ({error.strerror}). "
+            "Choose another folder."
+        ) from None
+    if file is not None:
+        raise ValueError(
+            f"{name} must be the path of a folder, got {show(value)}, where {str(file)!r} is a "
+            "file. Choose another folder."
+        )
     return value
 
 
@@ -620,7 +626,10 @@ def _check_positional(signature: inspect.Signature, args: Sequence[Any]) -> None
 
 
 def _by_annotation(name: str, hint: Any, check: Check | None) -> Check:
-    """Return the check of an argument. It lets None pass if the annotation does."""
+    """Return the given check of an argument, or without one that of its annotation.
+
+    None passes too if the annotation names None.
+    """
     members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     kinds = tuple(member for member in members if member is not types.NoneType)
     if check is None:

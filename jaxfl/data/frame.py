@@ -159,7 +159,7 @@ def _check_categories(name: str, value: Any) -> dict[str, list]:
 
 
 def _plain_value(value: Any) -> Any:
-    """Return a number of NumPy as one of Python, which JSON can hold, and others unchanged."""
+    """Return a scalar of NumPy as the Python value that it holds, and other values unchanged."""
     return value.item() if isinstance(value, np.generic) else value
 
 

@@ -141,9 +141,10 @@ def fastest(
     candidates = [first, *(size for size in larger if size <= most)]
     programs: dict[int, Program] = {}
     seconds: dict[int, float] = {}
+    available = _memory(mesh)
     last = first
     for size in candidates:
-        if programs and programs[last].memory * size > _memory(mesh):
+        if programs and programs[last].memory * size > available:
             break
         tried = attempt(functools.partial(_tried, build, size, arguments, calls=2), size)
         if tried is None:
@@ -242,8 +243,14 @@ def out_of_memory(error: Exception) -> bool:
 
 
 def _memory(mesh: Mesh) -> float:
-    """Return the bytes of a device's memory, or infinity if the device does not report them."""
-    return (mesh.devices.flat[0].memory_stats() or {}).get("bytes_limit", math.inf)
+    """Return the bytes that JAX may allocate on a device, or infinity if the device reports none.
+
+    Processes agree on the least of their devices' numbers.
+    """
+    # A process can only ask its own devices.
+    limit = (mesh.local_devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
+    (negative,) = processes.maximum(-limit)
+    return -negative
 
 
 def _megabytes(program: Program) -> str:

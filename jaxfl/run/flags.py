@@ -44,12 +44,15 @@ def configure() -> None:
 
 @functools.cache
 def _advise() -> None:
-    """Log once per process that `configure` would use more cores, if JAX uses only one of them."""
+    """Log once per process that `configure` would split several cores into several devices.
+
+    Nothing is logged if JAX has no CPU, one core, or a number of devices that the user has set.
+    """
     if jax.default_backend() != "cpu" or count_is_set() or cores() == 1:
         return
     _LOG.warning(
-        "This run uses one device for %d cores. jaxfl.configure(), called before JAX starts, uses "
-        "one for each, and caches compiled programs.",
+        "This run uses one device for %d cores. jaxfl.configure(), called before JAX starts, "
+        "splits them into several devices, and caches compiled programs.",
         cores(),
     )
 

@@ -209,7 +209,7 @@ def test_billions_of_rounds_end_in_a_result_or_name_the_rounds():
 
 
 def test_a_million_sampled_rounds_need_the_noise_of_the_central_limit():
-    """If q sqrt(T) = 1, the limit is a Gaussian of the inverse square exp(1 / z^2) - 1."""
+    """If q sqrt(T) = 1, the limit is a Gaussian of multiplier s with s^-2 = exp(1 / z^2) - 1."""
     z = calibrate(2.0, clients=10**5, rounds=10**6, sampling=Poisson(1e-3), delta=1e-6)
     assert 1 < z / math.log1p(get_sigma_gaussian(2.0, 1e-6) ** -2.0) ** -0.5 < 1.002
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxfl._support import files
+from jaxfl._support.checks import check_folder
 from jaxfl.engine import chunk
 from jaxfl.privacy import Poisson
 from jaxfl.run import folder as folders
@@ -91,3 +92,8 @@ def test_a_damaged_remembered_chunk_is_forgotten(content, tmp_path, monkeypatch)
     assert chunk._recall_chunk("a") is None
     (tmp_path / "chunk-a.json").write_text('{"chunk": 8}')
     assert chunk._recall_chunk("a") == 8
+
+
+def test_a_path_that_the_system_does_not_take_is_named():
+    with pytest.raises(ValueError, match=r"folder must be the path of a folder, .*too long"):
+        check_folder("folder", "a" * 300)

@@ -22,6 +22,7 @@ from jax.experimental import multihost_utils
 from jaxfl import launch, simulate, sweep
 from jaxfl._support import files
 from jaxfl.algorithms import fedprox
+from jaxfl.backend import backend
 from jaxfl.data import shard
 from jaxfl.engine.mesh import place
 from jaxfl.local.train import LocalSGD
@@ -100,8 +101,15 @@ def program(folder, *options):
     """Run one of the processes, and write its results into the folder.
 
     With the option "die" the run ends in its last round, and with "sweep" a sweep follows. With
-    "mechanisms" only the methods of `TOGETHER` run.
+    "mechanisms" only the methods of `TOGETHER` run, and with "auto" only a round of measured chunk.
     """
+    if "auto" in options:
+        usual = backend("cpu")._replace(chunks=(1, 2, 4))
+        pytest.MonkeyPatch().setattr("jaxfl.engine.chunk.of_mesh", lambda mesh: usual)
+        options = {"rounds": 1, "chunk": "auto", "progress": False}
+        run = simulate(KEY, fedprox(MODEL), small_clients(), **options)
+        write(folder, {"weights": jax.tree.leaves(run.server)[0]})
+        return
     if "mechanisms" in options:
         write(folder, dict(each_mechanism(swept)))
         return
@@ -182,6 +190,13 @@ def test_every_mechanism_and_an_audit_in_a_sweep_of_two_processes(start, tmp_pat
         assert found.keys() == wanted.keys()
         for name, leaf in wanted.items():
             np.testing.assert_allclose(found[name], leaf, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.xdist_group("hosts")
+def test_processes_measure_chunks_together(start, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXFL_CACHE_DIR", str(tmp_path / "cache"))
+    assert start(2, 1, tmp_path, "auto") == 0
+    assert len(list((tmp_path / "cache").glob("chunk-*.json"))) == 1
 
 
 def test_a_process_reads_no_examples_of_others():

@@ -142,7 +142,9 @@ class Maps:
 def convolve_pooled(
     x: Array | Maps, kernel: Array, bias: Array, padding: int = 0, parts: int = 1
 ) -> Any:
-    """Return the maximum over 2x2 windows of relu(x * kernel + bias), in reverse mode only.
+    """Return the maximum over 2x2 windows of relu(x * kernel + bias), where * is a convolution.
+
+    Only reverse mode is supported.
 
     Args:
         x: Array [channels, H, W, B] of float32, or of bytes b, which mean 2 b / 255 - 1. Or

@@ -449,10 +449,13 @@ def rounding_error(strategy: Float[np.ndarray, "n"], rounds: int) -> float:
 
 
 def worst_exposure(strategy: Float[np.ndarray, "T"], turns: Turns) -> float:
-    r"""Return the largest :math:`\|S \mathbf{1}_P\|_2` of a client's rounds P, without a table.
+    r"""Return the largest :math:`\|S \mathbf{1}_P\|_2` of a client's rounds P, or an upper bound.
 
-    Clients of the first group begin first. For other clients :math:`S \mathbf{1}_P` is the same,
-    but later and cut at the last round, so its norm is no larger.
+    If groups take turns, clients of the first group begin first. For other clients
+    :math:`S \mathbf{1}_P` is the same, but later and cut at the last round, so its norm is no
+    larger. Under limits, the result is the largest norm if the strategy has no more coefficients
+    than the gap has rounds, or does not increase. Otherwise it is that of the least strategy above
+    it that does not increase.
 
     Args:
         strategy: Coefficients of S.

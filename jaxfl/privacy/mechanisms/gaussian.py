@@ -375,10 +375,11 @@ class Mechanism:
     def planned(self, clients: int, rounds: int) -> Ledger:
         """Return the worst-case ledger of a planned run.
 
-        Every client participates in every round it can.
+        Every client participates in every round it can. Under limits of a server, the ledger has
+        only the most rounds of a client and their distance (`Turns`).
 
         Raises:
-            ValueError: The tables do not fit (see `check_fits`).
+            ValueError: The mechanism does not fit the clients or the rounds (see `check_fits`).
         """
         self.check_fits(clients, rounds)
         noise = _row_per_round(self.client_noise_table, rounds)

@@ -29,7 +29,8 @@ def program(what, *arguments):
     if what == "fail":  # where facts differ; process 1 first
         processes.agree({"same": "for all"})
         with pytest.raises(
-            ValueError, match=r"^data differs by process: '0' in 0; '1' in 1. Start the same run"
+            ValueError,
+            match=r"must be equal in all processes, got data '0' in process 0 and '1' in process 1\. Start",
         ):
             processes.agree({"same": "for all", "data": str(process)})
         if process == 1:
@@ -470,7 +471,7 @@ def test_a_process_of_another_run_changes_nothing(start):
     for launcher in both:
         said = launcher.stderr.read()
         assert launcher.wait() == 1
-        assert "program differs by process" in said
+        assert "settings must be equal in all processes, got program" in said
         assert "is here" not in said
 
 

@@ -273,8 +273,10 @@ def _check_released(released: Number, algorithm: Algorithm, *, train: bool) -> N
         reason = f"with the mechanism {kind}, which does more than sum messages"
     else:
         return
-    got = f"got {released} with algorithm={algorithm.name!r}"
-    raise ValueError(f"released must be 0 {reason}, {got}. Leave released out.")
+    raise ValueError(
+        f"released must be 0 {reason}, got {released} with algorithm={algorithm.name!r}. "
+        "Leave released out."
+    )
 
 
 def with_shares(update: Tree, shares: Float[Array, "K"], bound: Number) -> Tree:

@@ -482,7 +482,7 @@ def _read_prepared(name: str, folder: Path) -> dict[str, Any]:
         builder = tfds.builder_from_directory(folder)
         file_format = builder.info.file_format and builder.info.file_format.value
         if file_format != "array_record":
-            raise ValueError(f"its files are in {file_format} format, not array_record")
+            raise _UnusableError(f"its files are in {file_format} format, not array_record")
         arrays: dict[str, Any] = {}
         for split in ("train", "test"):
             arrays[f"{split}_inputs"], arrays[f"{split}_labels"] = _read_split(builder, split)
@@ -499,13 +499,17 @@ def _read_prepared(name: str, folder: Path) -> dict[str, Any]:
         ) from error
 
 
+class _UnusableError(Exception):
+    """Reason why a prepared copy of a dataset is unusable, which completes an error about it."""
+
+
 def _read_split(builder: Any, split: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the decoded images `[n, H, W, C]` of uint8, and the labels of a split."""
     import tensorflow_datasets as tfds
     from PIL import Image
 
     if split not in builder.info.splits:
-        raise ValueError(f"dataset_info.json lists no split {split!r}")
+        raise _UnusableError(f"dataset_info.json lists no split {split!r}")
     files = builder.info.splits[split].file_instructions
     for file in files:
         _check_file(file.filename, file.examples_in_shard)
@@ -521,7 +525,7 @@ def _read_split(builder: Any, split: str) -> tuple[np.ndarray, np.ndarray]:
             for row, record in enumerate(records, start):
                 image = np.asarray(Image.open(io.BytesIO(record["image"])))
                 if image.dtype != np.uint8 or image.shape not in (shape, shape[:-1]):
-                    raise ValueError(
+                    raise _UnusableError(
                         f"example {row} is {image.dtype} {image.shape}, "
                         f"dataset_info says uint8 {shape}"
                     )
@@ -529,25 +533,27 @@ def _read_split(builder: Any, split: str) -> tuple[np.ndarray, np.ndarray]:
                 labels[row] = record["label"]
     except Exception as error:
         names = ", ".join(str(file.filename) for file in files)
-        raise ValueError(f"cannot read {names}: {error}") from error
+        raise _UnusableError(f"cannot read {names}: {error}") from error
     return inputs, labels
 
 
 def _check_file(path: str, expected: int) -> None:
-    """Require a complete file with the expected number of examples, or raise a ValueError."""
+    """Require a complete file with the expected number of examples, or raise `_UnusableError`."""
     from array_record.python.array_record_module import ArrayRecordReader
 
     if not os.path.isfile(path):
-        raise ValueError(f"file {path} is missing")
+        raise _UnusableError(f"file {path} is missing")
     try:
         with contextlib.closing(ArrayRecordReader(path)) as reader:
             count = reader.num_records()
     except Exception as error:
-        raise ValueError(
+        raise _UnusableError(
             f"file {path} is truncated or not an array_record file ({error})"
         ) from error
     if count != expected:
-        raise ValueError(f"file {path} holds {count} examples, dataset_info.json says {expected}")
+        raise _UnusableError(
+            f"file {path} holds {count} examples, dataset_info.json says {expected}"
+        )
 
 
 def _upright(name: str, arrays: dict[str, Any]) -> dict[str, Any]:

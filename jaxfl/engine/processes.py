@@ -83,7 +83,8 @@ def agree(facts: Mapping[str, str]) -> None:
     }
     if differing := disagreements([by_process[process] for process in sorted(by_process)]):
         raise ValueError(
-            f"{differing}. Start the same run, with the same command, in all processes."
+            f"settings must be equal in all processes, got {differing}. "
+            "Start the same run, with the same command, in all processes."
         )
 
 
@@ -92,7 +93,7 @@ def disagreements(facts: Sequence[Mapping[str, str]]) -> str:
 
     >>> facts = [{"data": "a", "jax": "0.10"}, {"data": "b", "jax": "0.10"}]
     >>> disagreements([*facts, facts[0]])
-    "data differs by process: 'a' in 0, 2; 'b' in 1"
+    "data 'a' in process 0, 2 and 'b' in process 1"
     >>> disagreements([{"data": "a"}, {"data": "a"}])
     ''
     """
@@ -102,6 +103,8 @@ def disagreements(facts: Sequence[Mapping[str, str]]) -> str:
         for process, named in enumerate(facts):
             processes.setdefault(named.get(name), []).append(str(process))
         if len(processes) > 1:
-            values = (f"{value!r} in {', '.join(where)}" for value, where in processes.items())
-            texts.append(f"{name} differs by process: {'; '.join(values)}")
+            values = (
+                f"{value!r} in process {', '.join(where)}" for value, where in processes.items()
+            )
+            texts.append(f"{name} {' and '.join(values)}")
     return "; ".join(texts)

@@ -243,10 +243,10 @@ def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> Tree
             f"client_update must give info by identifiers, got {wrong[0]!r}. "
             "Use letters, digits and _ in its names."
         )
-    _check_same("client_update must return the client's state", after, client, "init makes")
+    _check_same("client_update", "the client's state", after, client, "init makes")
 
     stepped = _trace("server_update", algorithm.server_update, server, message.update)
-    _check_same("server_update must return the server's state", stepped, server, "init makes")
+    _check_same("server_update", "the server's state", stepped, server, "init makes")
     _check_personal(algorithm, params, key, server, client, data)
     return message.update
 
@@ -359,7 +359,7 @@ def _check_personal(
     algorithm: Algorithm, params: Tree, key: Any, server: Tree, client: Tree, data: ClientData
 ) -> None:
     personal = _trace("personalize", algorithm.personalize, key, server, client, data)
-    _check_same("personalize must return parameters", personal, params, "the model has")
+    _check_same("personalize", "parameters", personal, params, "the model has")
 
 
 # The cache limits the warning to one for each method, for any number of runs.
@@ -447,7 +447,7 @@ def _check_task(task: Task, outputs: Any, labels: Any) -> None:
         subject = f"task={task.name!r}: metrics[{name!r}]"
         sums = _trace(f"{subject}.sums", metric.sums, outputs, labels, weights)
         merged = _trace(f"{subject}.merge", metric.merge, sums, sums)
-        _check_same(f"{subject}.merge must return sums", merged, sums, f"{subject}.sums returns")
+        _check_same(f"{subject}.merge", "sums", merged, sums, f"{subject}.sums returns")
         value = _trace(f"{subject}.value", metric.value, sums)
         if value.shape != ():
             raise ValueError(
@@ -495,26 +495,27 @@ def _check_returned(name: str, value: Any, parts: tuple[str, ...]) -> tuple:
     )
 
 
-def _check_same(subject: str, value: Tree, wanted: Tree, origin: str) -> None:
+def _check_same(name: str, what: str, value: Tree, wanted: Tree, origin: str) -> None:
     """Require the same structure, and leaves of the same shapes and dtypes.
 
     Args:
-        subject: Beginning of the error message, up to what must be returned.
+        name: Name of the function that returned the value.
+        what: What the function must return, in words.
         value: The shapes that were returned.
         wanted: The shapes that are required.
         origin: Source of the required shapes, as in "which init makes".
     """
     if jax.tree.structure(value) != jax.tree.structure(wanted):
         raise ValueError(
-            f"{subject} like {_tree_text(wanted)}, which {origin}, got {_tree_text(value)}. "
-            "Keep the structure."
+            f"{name} must return {what} like {_tree_text(wanted)}, which {origin}, got "
+            f"{_tree_text(value)}. Keep the structure."
         )
     leaves = jax.tree.leaves_with_path(value)
     for (path, new), old in zip(leaves, jax.tree.leaves(wanted), strict=True):
         if (new.shape, new.dtype) != (old.shape, old.dtype):
             raise ValueError(
-                f"{subject}{jax.tree_util.keystr(path)} as {_tree_text(old)}, which {origin}, "
-                f"got {_tree_text(new)}. Keep shape and dtype."
+                f"{name} must return {what}{jax.tree_util.keystr(path)} as {_tree_text(old)}, "
+                f"which {origin}, got {_tree_text(new)}. Keep shape and dtype."
             )
 
 

@@ -94,7 +94,10 @@ class Lock:
         except OSError as error:
             self.close()
             if isinstance(error, IrregularError) and not shared:
-                raise ValueError(f"{error}. Remove it, or choose another folder.") from None
+                raise ValueError(
+                    f"folder must hold a usable lock file, got {str(self.folder)!r}: {error}. "
+                    "Remove it, or choose another folder."
+                ) from None
             log = _LOG.debug if shared else _LOG.warning
             log(
                 "%s cannot be locked (%s). Let no other run use it meanwhile.",

@@ -47,6 +47,12 @@ from jaxfl.run.flags import configure
 _HEARTBEAT_SECONDS = 30
 """Seconds after which a process that does not respond counts as lost."""
 
+_SHUTDOWN_SECONDS = 7 * 24 * 3600
+"""Seconds that a finished process waits for the others, such as one that writes results.
+
+JAX's default of 300 ends the others after that time. Lost processes are noticed all the same.
+"""
+
 _GRACE_SECONDS = 10.0
 """Seconds for the other processes to notice a failure and report, before they are killed."""
 
@@ -474,9 +480,9 @@ def _join(
         options["cluster_detection_method"] = "deactivate"
     if devices is not None:
         options["local_device_ids"] = devices
-    jax.distributed.initialize(
-        coordinator, processes, process, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS, **options
-    )
+    options["heartbeat_timeout_seconds"] = _HEARTBEAT_SECONDS
+    options["shutdown_timeout_seconds"] = _SHUTDOWN_SECONDS
+    jax.distributed.initialize(coordinator, processes, process, **options)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     code = _run_program(run, processes, process)
     sys.stdout.flush()

@@ -144,8 +144,11 @@ def fastest(
     available = _memory(mesh)
     last = first
     for size in candidates:
-        if programs and programs[last].memory * size > available:
-            break
+        if programs:
+            # The compilers of the processes may differ, but all must take the same candidates.
+            (memory,) = processes.maximum(programs[last].memory)
+            if memory * size > available:
+                break
         tried = attempt(functools.partial(_tried, build, size, arguments, calls=2), size)
         if tried is None:
             if not programs:

@@ -75,6 +75,7 @@ def membership(
 
     Raises:
         ValueError: `of` is "upload", but the method sends weights, or no update of all parameters.
+            Or several processes share a run whose clients keep states.
 
     References: Yeom et al., Privacy Risk in Machine Learning, CSF 2018; Carlini et al., Membership
         Inference Attacks From First Principles, S&P 2022 (the rate at 1%).
@@ -83,6 +84,11 @@ def membership(
         raise ValueError(
             f"of must be 'personal' for {algorithm.name!r}, which sends weights and no update, "
             f"got {of!r}. Give of='personal'."
+        )
+    if jax.process_count() > 1 and jax.tree.leaves(result.states):
+        raise ValueError(
+            f"result must be of one process for {algorithm.name!r}, whose clients keep states, got "
+            f"that of {jax.process_count()} processes. Repeat the run in one process."
         )
     server = result.server
     memory = result.memory

@@ -1,11 +1,13 @@
 """Scores of clients and of central test sets, by what a run left or by a trained model."""
 
 import functools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import Array
+from jax.experimental import multihost_utils
 from jaxtyping import Key
 
 from jaxfl._support.checks import check_count, checked, key_of
@@ -14,7 +16,7 @@ from jaxfl.data.clients import check_data
 from jaxfl.data.load import Dataset
 from jaxfl.engine.chunk import halved
 from jaxfl.engine.evaluate import PerClient, compile_evaluation, summarize
-from jaxfl.engine.mesh import everywhere, place
+from jaxfl.engine.mesh import everywhere, mesh_of, place
 from jaxfl.engine.program import Points, compile_states, freeze
 from jaxfl.models.trained import TrainedModel
 from jaxfl.privacy.mechanisms import Mechanism
@@ -29,7 +31,7 @@ from jaxfl.run.check import (
 )
 from jaxfl.run.flags import scores_may_be_undefined, under_own_flags
 from jaxfl.run.recorder import Result
-from jaxfl.run.trained import shared_params
+from jaxfl.run.trained import on_one_device, shared_params
 from jaxfl.types import Algorithm, Clients, Message, Tree
 
 _CLIENTS_AT_ONCE = 32
@@ -194,7 +196,7 @@ def _of_run(
         if key is None and origin is not None:
             key = origin.key
         if states is None and origin is not None and _are_same_clients(tested, origin.clients):
-            states = server.states
+            states = _without_padding(server.states, tested.num_clients)
         rounds = rounds or len(server.ledger.participants)
         server = server.server
     if key is None:
@@ -203,6 +205,14 @@ def _of_run(
             "result as `server`."
         )
     return _Evaluation(algorithm, server, states, key, rounds or 1)
+
+
+def _without_padding(states: Tree, number: int) -> Tree:
+    """Return client states [C, ...] without the rows of padding that several processes keep."""
+    if jax.process_count() == 1:
+        return states
+    gathered = multihost_utils.process_allgather(states, tiled=True)
+    return jax.tree.map(lambda leaf: leaf[:number], gathered)
 
 
 def _are_same_clients(clients: Clients, others: Clients) -> bool:
@@ -238,6 +248,16 @@ def _of_global_model(evaluation: _Evaluation, tested: Clients) -> _Evaluation:
     )
 
 
+def _reaches_all_processes(clients: Clients, devices: list[jax.Device] | None) -> bool:
+    """Return whether there are enough clients for a device of each process in `devices`."""
+
+    def processes(used: Iterable[jax.Device]) -> set[int]:
+        return {device.process_index for device in used}
+
+    used = mesh_of(clients, devices).devices.flat
+    return processes(used) == processes(devices or jax.devices())
+
+
 def scores_of(
     key: Key[Array, "*P"],
     method: Algorithm | Points,
@@ -269,7 +289,11 @@ def scores_of(
     Returns:
         Scores [C] by name, with a leading axis P for points.
     """
-    population = freeze(method, place(clients, devices))
+    if _reaches_all_processes(clients, devices):
+        population = freeze(method, place(clients, devices))
+    else:
+        # Each process then computes all scores.
+        population = on_one_device(method, clients, devices)
     if frozen is not None:
         population = population._replace(frozen=everywhere(population.mesh, frozen))
 

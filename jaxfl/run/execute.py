@@ -25,7 +25,7 @@ from jaxfl.run.followers import Bar, Callbacks, Health, Saver
 from jaxfl.run.health import Watch
 from jaxfl.run.lock import Lock
 from jaxfl.run.loop import SEGMENT_ROUNDS, Loop
-from jaxfl.run.plan import RunPlan
+from jaxfl.run.plan import RunPlan, Settings
 from jaxfl.run.recorder import EvaluationSchedule, Journal, Result
 from jaxfl.run.trained import Origin
 
@@ -51,6 +51,7 @@ def execute(
         The result of the run, or of each point.
     """
     settings = plan.settings
+    _agree_on_options(settings, lock)
     _prepare(plan, lock, folders)
     loop = _begun(plan, lock, folders)
     shown = settings.progress and jax.process_index() == 0
@@ -60,6 +61,22 @@ def execute(
         bars.tell(f"{plan.name}: {read}; {what_follows}", shown)
     with entered(callbacks):
         return _finish(loop, callbacks, shown)
+
+
+def _agree_on_options(settings: Settings, lock: Lock) -> None:
+    """Require the options in all processes that decide when processes wait for one another.
+
+    If they differed, one process would wait for others that never come.
+    """
+    audit = settings.audit
+    options = {
+        "folder": "none" if lock.folder is None else "one",
+        "chunk": settings.first_chunk,
+        "resume": settings.resume,
+        "secret_noise": settings.secret_noise,
+        "audit": None if audit is None else audit.count,
+    }
+    processes.agree({name: str(value) for name, value in options.items()})
 
 
 def _finish(loop: Loop, callbacks: Sequence[Callback], shown: bool) -> list[Result]:
@@ -80,7 +97,8 @@ def _finish(loop: Loop, callbacks: Sequence[Callback], shown: bool) -> list[Resu
             try:
                 loop.go(followers, asked)
             except KeyboardInterrupt:
-                raise signals.stopped(asked(), loop.where()) from None
+                # Another process may have got the signal.
+                raise signals.stopped(asked() or loop.signal, loop.where()) from None
     except Exception as error:
         if loop.checkpoints is not None:
             error.add_note(_resume_note(loop.done, loop.checkpoints.newest()))

@@ -19,11 +19,11 @@ import pytest
 from algorithms_table import ALGORITHMS, MODEL, TOGETHER, small_clients
 from jax.experimental import multihost_utils
 
-from jaxfl import launch, simulate, sweep
+from jaxfl import evaluate, launch, membership, simulate, sweep
 from jaxfl._support import files
-from jaxfl.algorithms import fedprox
+from jaxfl.algorithms import ditto, fedprox
 from jaxfl.backend import backend
-from jaxfl.data import shard
+from jaxfl.data import load, shard
 from jaxfl.engine.mesh import place
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy import Canaries
@@ -97,12 +97,39 @@ def write(folder, found):
         files.write_arrays(pathlib.Path(folder) / "found.npz", found)
 
 
+def edges(folder):
+    """Require errors about what processes cannot do, and the scores of what they can."""
+    process = jax.process_index()
+    clients = small_clients()
+    options = {"rounds": 1, "progress": False}
+    differs = "settings must be equal in all processes, got"
+    with pytest.raises(ValueError, match=f"{differs} chunk '1' in process 0"):
+        simulate(KEY, fedprox(MODEL), clients, chunk=1 + process, **options)
+    with pytest.raises(ValueError, match=f"{differs} folder 'one' in process 0"):
+        simulate(KEY, fedprox(MODEL), clients, folder=None if process else folder, **options)
+    personal = simulate(KEY, ditto(MODEL), clients, **options)
+    _, scores = evaluate(ditto(MODEL), personal, clients)
+    np.testing.assert_allclose(scores["loss"], personal.scores["loss"], rtol=1e-5)
+    with pytest.raises(ValueError, match=r"client must be None where 2 .* got 'all'"):
+        personal.save(f"{folder}/models", client="all")
+    with pytest.raises(ValueError, match="result must be of one process for 'ditto'"):
+        membership(0, ditto(MODEL), personal, clients, of="personal")
+    digits = load("digits")
+    shared = simulate(KEY, fedprox(MODEL), clients, central=digits, **options)
+    row, _ = evaluate(fedprox(MODEL), shared, digits)
+    assert row["accuracy"] == pytest.approx(shared.metrics[-1]["central_accuracy"])
+
+
 def program(folder, *options):
     """Run one of the processes, and write its results into the folder.
 
     With the option "die" the run ends in its last round, and with "sweep" a sweep follows. With
-    "mechanisms" only the methods of `TOGETHER` run, and with "auto" only a round of measured chunk.
+    "mechanisms" only the methods of `TOGETHER` run, with "auto" only a round of measured chunk, and
+    with "edges" what several processes do in another way than one.
     """
+    if "edges" in options:
+        edges(folder)
+        return
     if "auto" in options:
         usual = backend("cpu")._replace(chunks=(1, 2, 4))
         pytest.MonkeyPatch().setattr("jaxfl.engine.chunk.of_mesh", lambda mesh: usual)
@@ -190,6 +217,11 @@ def test_every_mechanism_and_an_audit_in_a_sweep_of_two_processes(start, tmp_pat
         assert found.keys() == wanted.keys()
         for name, leaf in wanted.items():
             np.testing.assert_allclose(found[name], leaf, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.xdist_group("hosts")
+def test_processes_disagree_in_words_and_evaluate_what_one_of_them_could(start, tmp_path):
+    assert start(2, 1, tmp_path, "edges") == 0
 
 
 @pytest.mark.xdist_group("hosts")

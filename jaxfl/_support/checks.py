@@ -426,15 +426,15 @@ def check_folder(name: str, value: Any) -> Any:
     """
     path = pathlib.Path(check_path(name, value))
     try:
-        file = next((it for it in (path, *path.parents) if it.exists() and not it.is_dir()), None)
+        files = [own for own in (path, *path.parents) if own.exists() and not own.is_dir()]
     except OSError as error:
         raise ValueError(
             f"{name} must be the path of a folder, got {show(value)} ({error.strerror}). "
             "Choose another folder."
         ) from None
-    if file is not None:
+    if files:
         raise ValueError(
-            f"{name} must be the path of a folder, got {show(value)}, where {str(file)!r} is a "
+            f"{name} must be the path of a folder, got {show(value)}, where {str(files[0])!r} is a "
             "file. Choose another folder."
         )
     return value

@@ -30,6 +30,7 @@ from jaxfl.run.health import remedy
 from jaxfl.run.trained import (
     Origin,
     Snapshot,
+    check_has_states,
     global_model,
     personal_model,
     personal_privacy,
@@ -154,11 +155,7 @@ class Result(NamedTuple):
         path = pathlib.Path(check_path("path", path))
         if client == "all":
             origin = self._known_origin()
-            if jax.process_count() > 1:
-                raise ValueError(
-                    f"client must be None where {jax.process_count()} processes share a run, got "
-                    "'all'. Repeat the run in one process."
-                )
+            check_has_states(client)
             models = [self.model(i) for i in range(origin.clients.num_clients)]
             privacy = personal_privacy(origin.algorithm, None)
             about = models[0].about | {"client": "all", "privacy": privacy}

@@ -210,13 +210,22 @@ def _covered(model: Model, statement: dict[str, Any]) -> str:
     return _NO_PROMISE + frozen
 
 
-def _personal(origin: Origin, snapshot: Snapshot, client: int) -> Params:
-    """Return the weights with which a client is evaluated after a round."""
+def check_has_states(client: int | str) -> None:
+    """Require a run of one process, which has the states of all clients, for a client's model.
+
+    Args:
+        client: Index of the client, or "all", for the error.
+    """
     if jax.process_count() > 1:
         raise ValueError(
             f"client must be None where {jax.process_count()} processes share a run, because each "
-            f"has the states of some clients only, got {client}. Repeat the run in one process."
+            f"has the states of some clients only, got {client!r}. Repeat the run in one process."
         )
+
+
+def _personal(origin: Origin, snapshot: Snapshot, client: int) -> Params:
+    """Return the weights with which a client is evaluated after a round."""
+    check_has_states(client)
     clients = in_lists(origin.clients)
     sizes = np.asarray(clients.train_size)
     # Draws may depend on the number of positions, so the capacity is that of an evaluation.

@@ -54,9 +54,10 @@ def check_ledger(name: str, value: Any) -> Ledger:
                 f"{name}.{field} must have shape [{rounds}, {clients}] or [{rounds}, 1], "
                 f"got {axes}. Give a row per round."
             )
-    # Without private local steps there is one row, too.
+    # A single row may stand for all rounds here, as it does without private local steps.
+    allowed = {(rows, columns) for rows in (1, rounds) for columns in (1, clients)}
     axes = np.shape(value.example_noise)
-    if len(axes) != 2 or axes[0] not in (1, rounds) or axes[1] not in (1, clients):
+    if axes not in allowed:
         raise ValueError(
             f"{name}.example_noise must have shape [{rounds}, {clients}], or axes of length 1, got "
             f"{axes}. Give a row per round."

@@ -157,7 +157,7 @@ class Task:
         predict: Function from a batch's outputs to predictions. The default returns the outputs.
 
     Raises:
-        ValueError: There are no metrics. A name is no identifier, begins with "central_", or is
+        ValueError: There are no metrics. A name is no identifier, begins with `central_`, or is
             taken by reports or by a statistic of another metric.
         TypeError: The loss cannot be called, or a metric is no `Metric`.
 

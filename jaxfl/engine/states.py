@@ -50,7 +50,7 @@ class States:
         return self._split({name: rows[slot] for name, rows in self.rows.items()})
 
     def put(self, slot: Int[Array, "..."], new: Tree) -> "States":
-        """Return all states, with the new states [*slot, ...] of the clients at `slot`.
+        """Return all states, with the new states `[*slot, ...]` of the clients at `slot`.
 
         Slots of C or more are padding, whose states are dropped.
         """

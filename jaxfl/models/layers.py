@@ -242,7 +242,7 @@ class Dense(nn.Module):
         sum_grad_squared: Whether gradients are sums of squared per-example gradients (see the
             module's docstring). A per-example gradient has rank one, so W gets (x^2)^T (dy^2).
         ghost_norms: Whether there is a further parameter `probe` [B]. Its gradient is each
-            example's squared gradient norm, (|x|^2 + 1) |dy|^2, and other parameters get zeros.
+            example's squared gradient norm, `(|x|^2 + 1) |dy|^2`. Other parameters get zeros.
     """
 
     features: int

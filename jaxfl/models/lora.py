@@ -164,8 +164,8 @@ def _low_rank(x: Array, a: Array, b: Array, kernel: _Kernel) -> Array:
 
     Args:
         x: Inputs of the layer.
-        a: Matrix A, of shape (*inputs, r).
-        b: Matrix B, of shape (r, *outputs).
+        a: Matrix A, of shape `(*inputs, r)`.
+        b: Matrix B, of shape `(r, *outputs)`.
         kernel: The layer's kernel.
     """
     contracted = tuple(range(len(kernel.axes)))

@@ -113,7 +113,7 @@ class Central:
         )
 
     def evaluate(self, key: Key[Array, "*P"], server: Tree) -> PerClient:
-        """Return the test loss and metrics of the global model by name, as arrays of shape [*P].
+        """Return the test loss and metrics of the global model by name, as arrays `[*P]`.
 
         Args:
             key: Any key, or one for each point. The program draws nothing.

@@ -34,7 +34,7 @@ class Window(NamedTuple):
 
 
 def convolve_windows(x: Array, kernel: Array, window: Window) -> Array:
-    """Return maps (f, *out, n) of x (c, *spatial, n) and a kernel (*sizes, c / groups, f).
+    """Return maps `(f, *out, n)` of x `(c, *spatial, n)` and a kernel `(*sizes, c / groups, f)`.
 
     There is no padding.
     """

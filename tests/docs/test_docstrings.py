@@ -5,7 +5,8 @@ import inspect
 import io
 import pathlib
 import pkgutil
-import sys
+import runpy
+from typing import Any
 
 import pytest
 
@@ -17,10 +18,9 @@ from docutils.core import publish_doctree
 from docutils.parsers.rst import roles
 from sphinx.ext import napoleon
 
-sys.path.append(str(pathlib.Path(__file__).parents[2] / "docs" / "_ext"))
-import docstrings
-
-SECTIONS = napoleon.Config(
+EXTENSION = pathlib.Path(__file__).parents[2] / "docs" / "_ext" / "docstrings.py"
+convert_sections = runpy.run_path(str(EXTENSION))["sections"]
+SECTIONS: Any = napoleon.Config(
     napoleon_custom_sections=["Guarantee", "Deviations from the paper"], napoleon_use_rtype=False
 )
 
@@ -46,9 +46,9 @@ def own(path, members, module):
 
 def complaints(name, value):
     """Return the warnings of docutils about the docstring of `value`."""
-    lines = inspect.getdoc(value).split("\n")
+    lines = inspect.cleandoc(value.__doc__).split("\n")
     kind = "class" if inspect.isclass(value) else "function"
-    docstrings.sections(None, kind, name, value, None, lines)
+    convert_sections(None, kind, name, value, None, lines)
     text = str(napoleon.GoogleDocstring(lines, SECTIONS, what=kind, obj=value))
     stream = io.StringIO()
     settings = {"warning_stream": stream, "report_level": 2, "default_role": "name"}
@@ -56,11 +56,8 @@ def complaints(name, value):
     return stream.getvalue()
 
 
-def test_docutils_reads_every_docstring_without_a_warning(monkeypatch):
-    def literal(role, rawtext, text, *_):
-        return [nodes.literal(rawtext, text)], []
-
-    monkeypatch.setitem(roles._roles, "name", literal)
+def test_docutils_reads_every_docstring_without_a_warning():
+    roles.register_generic_role("name", nodes.literal)
     found = {name: complaints(name, value) for name, value in documented()}
     assert len(found) > 1000
     assert {name: text for name, text in found.items() if text} == {}

@@ -3,6 +3,7 @@
 The choice is measured once and cached. If memory is short, the chunk is halved.
 """
 
+import concurrent.futures
 import functools
 import hashlib
 import json
@@ -45,14 +46,33 @@ Build = Callable[[int], functools.partial]
 """
 
 
-def compile_chunk(build: Build, chunk: int, arguments: tuple) -> Program:
-    """Return the compiled program of a chunk for the shapes of a call's arguments."""
+def nothing() -> None:
+    """Do nothing while a program compiles."""
+
+
+def compile_chunk(
+    build: Build, chunk: int, arguments: tuple, meanwhile: Callable[[], None] = nothing
+) -> Program:
+    """Return the compiled program of a chunk for the shapes of a call's arguments.
+
+    Args:
+        build: Function that makes the program of a chunk.
+        chunk: Number of clients vectorised at a time.
+        arguments: Arguments of a call.
+        meanwhile: Function to call while XLA compiles. It is not called if the program is cached.
+    """
     step = build(chunk)
     program: Any = step.func
     inputs = (step.args, arguments, step.keywords)
 
     def compile_() -> Any:
-        return program.lower(*step.args, *arguments, **step.keywords).compile()
+        lowered = program.lower(*step.args, *arguments, **step.keywords)
+        # XLA compiles without Python's lock. Everything that JAX traces stays in this thread,
+        # whose flags another thread would not have.
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            compiled = pool.submit(lowered.compile)
+            meanwhile()
+            return compiled.result()
 
     compiled = remembered(("compiled", Same(program), key_of_arrays(inputs)), compile_)
     temporary = compiled.memory_analysis().temp_size_in_bytes
@@ -67,14 +87,26 @@ def choose(
     arguments: tuple,
     mesh: Mesh,
     facts: tuple[str, ...],
+    meanwhile: Callable[[], None],
 ) -> Program:
-    """Return the program of the given chunk by `fitting`, or for "auto" that of `fastest`."""
+    """Return the program of the given chunk by `fitting`, or for "auto" that of `fastest`.
+
+    `meanwhile` is called while XLA compiles, except for "auto", whose measurements it would
+    disturb.
+    """
     if chunk == "auto":
         return fastest(build, most, arguments, mesh, facts)
-    return fitting(build, chunk, arguments)
+    return fitting(build, chunk, arguments, meanwhile=meanwhile)
 
 
-def fitting(build: Build, chunk: int, arguments: tuple, *, call: bool = True) -> Program:
+def fitting(
+    build: Build,
+    chunk: int,
+    arguments: tuple,
+    *,
+    call: bool = True,
+    meanwhile: Callable[[], None] = nothing,
+) -> Program:
     """Return the program for a chunk, which is halved until the program fits in memory.
 
     Args:
@@ -85,11 +117,13 @@ def fitting(build: Build, chunk: int, arguments: tuple, *, call: bool = True) ->
             fails donates its arguments. The copies take memory in addition to the state. A chunk of
             1 is not called. False is for absent devices, and relies on the compiler's memory
             estimate.
+        meanwhile: Function to call while XLA compiles.
     """
 
     def attempted(chunk: int) -> Program:
         # A chunk of 1 cannot be halved, so a trial would be pointless.
-        program, _ = _tried(build, chunk, arguments, calls=int(call and chunk > 1))
+        calls = int(call and chunk > 1)
+        program, _ = _tried(build, chunk, arguments, calls, meanwhile)
         return program
 
     program, _ = halved(attempted, chunk)
@@ -180,12 +214,18 @@ def fastest(
     return best
 
 
-def _tried(build: Build, chunk: int, arguments: tuple, calls: int) -> tuple[Program, float]:
+def _tried(
+    build: Build,
+    chunk: int,
+    arguments: tuple,
+    calls: int,
+    meanwhile: Callable[[], None] = nothing,
+) -> tuple[Program, float]:
     """Return a program, and the seconds of the last of `calls` calls on copies of the state.
 
-    Without calls the seconds are 0.
+    Without calls the seconds are 0. `meanwhile` is called while XLA compiles.
     """
-    program = compile_chunk(build, chunk, arguments)
+    program = compile_chunk(build, chunk, arguments, meanwhile)
     seconds = 0.0
     for _ in range(calls):
         copies = jax.tree.map(jnp.copy, arguments[-2:])

@@ -6,7 +6,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from jax import Array
 from jaxtyping import Key
 
-from jaxfl.engine.chunk import Program
+from jaxfl.engine.chunk import Program, nothing
 from jaxfl.engine.evaluate import PerClient
 from jaxfl.engine.mesh import Population
 from jaxfl.engine.round import Center, Records
@@ -49,12 +49,17 @@ class Engine(Protocol):
         """
         ...
 
-    def compile(self, facts: tuple[str, ...]) -> Program:
+    def compile(self, facts: tuple[str, ...], meanwhile: Callable[[], None] = nothing) -> Program:
         """Choose the chunk, and compile the program of rounds for it.
 
         Args:
             facts: Everything that a cached choice depends on in addition to shapes and devices.
+            meanwhile: Function to call while XLA compiles, unless the chunk is measured.
         """
+        ...
+
+    def prepare_evaluation(self, key: Key[Array, "*P"]) -> None:
+        """Compile the program of evaluations with such a key before the first one, if possible."""
         ...
 
     def rounds(self, start: int, count: int) -> Records:

@@ -24,7 +24,7 @@ from jaxfl.types import Algorithm, Clients, StepNoise, Tree
 _MEMORY = 2**31 + 1
 """Round index reserved for the mechanism's initial memory. It lies above every real round."""
 
-_QUICK = {"xla_backend_optimization_level": 0}
+QUICK = {"xla_backend_optimization_level": 0}
 """Compiler options of programs that run once, for which optimising takes more than it saves."""
 
 _NOT_KNOWN = (
@@ -72,7 +72,7 @@ def compile_init(
     """
     init = over_points(functools.partial(first_states, population=population), algorithm)
     shardings = _shardings(algorithm, population)
-    return jax.jit(init, out_shardings=shardings, compiler_options=_QUICK)
+    return jax.jit(init, out_shardings=shardings, compiler_options=QUICK)
 
 
 def compile_states(
@@ -90,7 +90,7 @@ def compile_states(
         return states_in_rows(_padded_states(states, population), population)
 
     _, by_client = _shardings(algorithm, population)
-    return jax.jit(over_points(placed, algorithm), out_shardings=by_client, compiler_options=_QUICK)
+    return jax.jit(over_points(placed, algorithm), out_shardings=by_client, compiler_options=QUICK)
 
 
 def _padded_states(states: Tree, population: Population) -> Tree:

@@ -1,5 +1,6 @@
 """Rounds and evaluations of clients whose states and examples are on the devices."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Hashable
 from typing import Any, Literal
@@ -10,7 +11,7 @@ from jax import Array
 from jaxtyping import Key
 from typing_extensions import override
 
-from jaxfl.engine.chunk import Program, choose, halved
+from jaxfl.engine.chunk import Program, choose, halved, nothing
 from jaxfl.engine.evaluate import PerClient, compile_evaluation
 from jaxfl.engine.interface import Engine
 from jaxfl.engine.memo import described, key_of_method, remembered
@@ -88,15 +89,26 @@ class Resident(Engine):
         )
 
     @override
-    def compile(self, facts: tuple[str, ...]) -> Program:
+    def compile(self, facts: tuple[str, ...], meanwhile: Callable[[], None] = nothing) -> Program:
         mesh = self.population.mesh
         most = min(
             self.population.num_slots // mesh.size,
             useful_lanes(first_of(self.algorithm).mechanism.sampling, self.population),
         )
-        self.program = choose(self._build, self.chunk, most, self._arguments(0, 1), mesh, facts)
+        arguments = self._arguments(0, 1)
+        self.program = choose(self._build, self.chunk, most, arguments, mesh, facts, meanwhile)
         self._evaluated_chunk = self.program.chunk
         return self.program
+
+    @override
+    def prepare_evaluation(self, key: Key[Array, "*P"]) -> None:
+        assert self.chunk != "auto"
+        arguments = self._evaluation_arguments(key, 0)
+        # If memory does not suffice, the first evaluation meets the error again, and halves the
+        # chunk. Otherwise it finds the program in JAX's cache.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            score: Any = self._score(self.chunk)
+            score.func.lower(*score.args, *arguments, **score.keywords).compile()
 
     @override
     def programs(self, key: Key[Array, "*P"]) -> dict[str, list[Any]]:

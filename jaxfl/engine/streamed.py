@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from jaxfl.backend import compiler_options
 from jaxfl.data.clients import blocks_of_lists, in_lists, rows_of
-from jaxfl.engine.chunk import Program, choose, halved
+from jaxfl.engine.chunk import Program, choose, halved, nothing
 from jaxfl.engine.evaluate import PerClient, compile_evaluation
 from jaxfl.engine.interface import Engine
 from jaxfl.engine.memo import described, key_of_arrays, key_of_method, remembered
@@ -312,7 +312,7 @@ class Stream(Engine):
         return self._record
 
     @override
-    def compile(self, facts: tuple[str, ...]) -> Program:
+    def compile(self, facts: tuple[str, ...], meanwhile: Callable[[], None] = nothing) -> Program:
         """Choose the chunk, and compile the program of rounds for it.
 
         A run that is not restored from a checkpoint first writes the initial states.
@@ -334,9 +334,14 @@ class Stream(Engine):
         mesh = self.population.mesh
         usual = useful_lanes(self.algorithm.mechanism.sampling, self.population)
         most = min(self.slots // mesh.size, usual)
-        self.program = choose(self._build, self.chunk, most, arguments, mesh, ("streamed", *facts))
+        facts = ("streamed", *facts)
+        self.program = choose(self._build, self.chunk, most, arguments, mesh, facts, meanwhile)
         self._evaluated_chunk = self.program.chunk
         return self.program
+
+    @override
+    def prepare_evaluation(self, key: Key[Array, ""]) -> None:
+        """Do nothing, because only an evaluation loads the clients that its program reads."""
 
     @override
     def programs(self, key: Key[Array, ""]) -> dict[str, list[Any]]:

@@ -103,6 +103,13 @@ def new_figure(
     return figure
 
 
+def import_matplotlib() -> None:
+    """Import matplotlib if it is installed, so that the first picture does not wait for it."""
+    if available():
+        with style():
+            new_figure(1.0, 1.0, layout=None)
+
+
 def save(figure: Figure, path: str | os.PathLike) -> None:
     """Write a figure completely or not at all. The path's suffix is the format: png, pdf or svg.
 

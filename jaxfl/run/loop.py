@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
+from jax import Array
+from jaxtyping import Key
 
 from jaxfl.engine import processes
 from jaxfl.engine.chunk import Program, attempt, half
@@ -16,6 +18,7 @@ from jaxfl.engine.interface import Engine
 from jaxfl.engine.mesh import everywhere
 from jaxfl.engine.round import Center, Records
 from jaxfl.privacy.audit import Scores, model_in, with_final
+from jaxfl.report import plots
 from jaxfl.run.central import Central
 from jaxfl.run.checkpoint import Checkpoints
 from jaxfl.run.flags import scores_may_be_undefined
@@ -174,8 +177,17 @@ class Loop:
             algorithm = self.plan.algorithms[0]
             # The best chunk depends on these names, in addition to shapes and devices.
             names = algorithm.name, algorithm.model.name, repr(algorithm.mechanism.sampling)
-            self.program = self.engine.compile(names)
+            self.program = self.engine.compile(names, self._prepare)
         return self.program
+
+    def _prepare(self) -> None:
+        """Compile and import what is needed after the first rounds."""
+        # Compilers of several processes may talk to one another, in an order that all must share.
+        if jax.process_count() == 1:
+            with scores_may_be_undefined():
+                self.engine.prepare_evaluation(self._evaluation_keys())
+        if any(journal.pictures for journal in self.journals):
+            plots.import_matplotlib()
 
     def _begin_again(self, chunk: int) -> None:
         """Return to the last checkpoint, or to the start, because a failed call loses its state.
@@ -208,10 +220,9 @@ class Loop:
 
     def _evaluate(self) -> list[PerClient]:
         """Evaluate all clients, add their scores to the journals, and return each run's scores."""
-        _, _, eval_key = self.plan.keys
-        key = self.plan.each(lambda key: jax.random.fold_in(key, self.done))(eval_key)
+        keys = self._evaluation_keys()
         with scores_may_be_undefined():
-            scores = self.plan.split(self.engine.evaluate(key, self.done - 1))
+            scores = self.plan.split(self.engine.evaluate(keys, self.done - 1))
             central = self._central_scores()
         index = bisect.bisect_left(self.evaluations, self.done)
         for journal, own, shared in zip(self.journals, scores, central, strict=True):
@@ -219,6 +230,11 @@ class Loop:
         if self.best is not None:
             self._keep_best(self.best)
         return scores
+
+    def _evaluation_keys(self) -> Key[Array, "*P"]:
+        """Return the key of an evaluation after the last round, or that of each point."""
+        _, _, eval_key = self.plan.keys
+        return self.plan.each(lambda key: jax.random.fold_in(key, self.done))(eval_key)
 
     def _keep_best(self, best: BestModels) -> None:
         """Copy the states of the runs whose last evaluation is their best one into `best`."""

@@ -14,7 +14,7 @@ from jaxfl.backend import of_devices
 from jaxfl.data.load import Dataset
 from jaxfl.engine.interface import Engine
 from jaxfl.engine.memo import described, first_made, key_of_arrays, key_of_method, remembered
-from jaxfl.engine.program import Points
+from jaxfl.engine.program import QUICK, Points
 from jaxfl.privacy.audit import Canaries, check_audit
 from jaxfl.privacy.dropouts import with_dropouts
 from jaxfl.privacy.mechanisms import Skellam
@@ -23,6 +23,20 @@ from jaxfl.run.check import check_algorithm, check_mechanism
 from jaxfl.run.randomness import Streams
 from jaxfl.run.recorder import EvaluationSchedule
 from jaxfl.types import Algorithm, Clients, Tree
+
+
+# Without `jit`, JAX would compile several programs, and optimise each of them.
+@functools.partial(jax.jit, compiler_options=QUICK)
+def _keys_by_purpose(key: Key[Array, "*P"]) -> tuple[Array, Array, Array]:
+    """Return the keys of the first state, of the rounds and of the evaluations, as [*P] each."""
+
+    def split(key: Key[Array, ""]) -> tuple[Array, Array, Array]:
+        initial, rounds, evaluations = jax.random.split(key, 3)
+        return initial, rounds, evaluations
+
+    if key.ndim:
+        return jax.vmap(split)(key)
+    return split(key)
 
 
 class Settings(NamedTuple):
@@ -86,7 +100,7 @@ class RunPlan:
     @functools.cached_property
     def keys(self) -> tuple[Array, Array, Array]:
         """Keys of the first state, of the rounds and of the evaluations."""
-        return self.each(lambda key: tuple(jax.random.split(key, 3)))(self.key)
+        return _keys_by_purpose(self.key)
 
     def each(self, work: Callable) -> Callable:
         """Return `work` for a single run, or its vectorised form for all points."""

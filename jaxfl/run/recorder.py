@@ -223,7 +223,7 @@ class Journal:
         self.plan = plan
         self.folder = folder
         self.public = public
-        self.pictures = pictures
+        self.pictures = pictures and folder is not None
         self.central = central
         self.best = best
         self.traffic = dict(traffic or {})

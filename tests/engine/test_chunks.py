@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from algorithms_table import ALGORITHMS, MODEL, small_clients
+from jax._src.test_util import count_jit_compilation_cache_miss
 
 from jaxfl.algorithms import fedavg
 from jaxfl.backend import backend
-from jaxfl.engine import chunk, resident
+from jaxfl.engine import chunk, memo, resident
 from jaxfl.engine.mesh import place
 from jaxfl.engine.program import compile_rounds, initialize
 from jaxfl.engine.resident import Resident
@@ -37,9 +38,9 @@ def compiled(monkeypatch):
     """Return the list of chunks that are compiled, in order."""
     made, original = [], chunk.compile_chunk
 
-    def spy(build, chunk, arguments):
+    def spy(build, chunk, *others):
         made.append(chunk)
-        return original(build, chunk, arguments)
+        return original(build, chunk, *others)
 
     monkeypatch.setattr(chunk, "compile_chunk", spy)
     return made
@@ -104,8 +105,8 @@ def breaking_above(most, monkeypatch, message=FULL, after=0, donated=2):
     """Make programs of chunks above `most` fail after some calls that donate arguments."""
     original = chunk.compile_chunk
 
-    def compile_chunk(build, chunk, arguments):
-        program, calls = original(build, chunk, arguments), itertools.count()
+    def compile_chunk(build, chunk, *others):
+        program, calls = original(build, chunk, *others), itertools.count()
 
         def step(*arguments):
             results = program.step(*arguments)
@@ -163,6 +164,43 @@ def test_an_evaluation_that_memory_does_not_hold_is_halved(monkeypatch, caplog):
     assert_same(found, expected)
     assert found.metrics[-1]["accuracy"] == expected.metrics[-1]["accuracy"]
     assert caplog.text.count("continuing with chunk=") == 1
+
+
+def test_other_work_is_done_while_xla_compiles_but_not_while_it_measures():
+    step = jax.jit(lambda data, key, start, rounds, server, states: (server, states, start))
+    build = functools.partial(functools.partial, step, jnp.zeros(3))
+    arguments = (KEY, jnp.int32(0), jnp.int32(1), jnp.zeros(2), jnp.zeros(2))
+    mesh = jax.make_mesh((1,), ("clients",), devices=jax.devices()[:1])
+    calls: list[str] = []
+
+    def chosen(size):
+        work = functools.partial(calls.append, str(size))
+        return chunk.choose(lambda _: build(), size, 4, arguments, mesh, (), work)
+
+    chosen("auto")
+    assert calls == []
+    memo.forget()
+    assert chosen(1).chunk == 1
+    assert calls == ["1"]
+    # The program is cached now.
+    chosen(1)
+    assert calls == ["1"]
+
+
+def test_the_first_evaluation_compiles_nothing(monkeypatch):
+    counts = []
+    original = Resident.evaluate
+
+    def evaluate(self, key, last):
+        with count_jit_compilation_cache_miss() as compiled:
+            scores = original(self, key, last)
+        counts.append(compiled())
+        return scores
+
+    memo.forget()
+    monkeypatch.setattr(Resident, "evaluate", evaluate)
+    run(1, eval_every=1)
+    assert counts == [0, 0]
 
 
 @pytest.mark.slow

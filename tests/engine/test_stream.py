@@ -159,9 +159,9 @@ def test_a_run_leaves_no_programs_behind(runner, monkeypatch):
     """They do not wait for the garbage collector. A process can map little machine code."""
     made, compile_ = [], runner.compile
 
-    def watched(self, facts):
+    def watched(self, *arguments):
         made.append(weakref.ref(self))
-        return compile_(self, facts)
+        return compile_(self, *arguments)
 
     monkeypatch.setattr(runner, "compile", watched)
     gc.disable()

@@ -24,6 +24,7 @@ Network = Literal["usual", "narrow", "residual"]
 
 def cores() -> int:
     """Return the number of processor cores that this process may use."""
+    # A scheduler may bind the process to some of the cores that `os.cpu_count` counts.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -118,7 +119,9 @@ def with_flags(flags: str) -> str:
     """
     option = "--xla_backend_extra_options=xla_cpu_disable_tiled_emitter"
     file = bool(flags.strip()) and not flags.lstrip().startswith("--")
-    return flags if file or option in flags else f"{flags} {option}"
+    if file or option in flags:
+        return flags
+    return f"{flags} {option}"
 
 
 COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -145,10 +148,13 @@ def visible_gpus() -> int:
         if name in os.environ:
             listed = os.environ[name].split(",")
             # CUDA hides all devices that follow an invalid one.
-            return len(list(itertools.takewhile(re.compile(r"\s*(?:\d|GPU-|MIG-)").match, listed)))
+            valid = itertools.takewhile(re.compile(r"\s*(?:\d|GPU-|MIG-)").match, listed)
+            return len(list(valid))
+    # Other files of the driver, such as nvidiactl, stand for no GPU.
     nvidia = [path for path in pathlib.Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()]
     if nvidia:
         return len(nvidia)
+    # The folder also has files such as `bind`, and only addresses of devices have a colon.
     amd = list(pathlib.Path("/sys/module/amdgpu/drivers").glob("pci:amdgpu/*:*"))
     return len(amd)
 
@@ -170,6 +176,7 @@ def backend(platform: str | None = None) -> Backend:
     >>> backend("cpu").forms["usual"], backend("tpu").forms["usual"]
     ('winograd', 'blocks')
     """
+    # The default comes last, because JAX starts its backend to find it.
     name = platform or _TRACED_FOR.value or jax.default_backend()
     return {"cpu": _CPU, "tpu": _TPU}.get(name, _GPU)
 
@@ -192,7 +199,9 @@ def of_devices(devices: Sequence[jax.Device] | None) -> Backend:
 
     None or an empty sequence stands for JAX's default platform.
     """
-    return backend(devices[0].platform if devices else None)
+    if not devices:
+        return backend()
+    return backend(devices[0].platform)
 
 
 def of_mesh(mesh: Mesh) -> Backend:

@@ -5,7 +5,8 @@ the run, and None or False otherwise. A resumed run first calls it with the rows
 that a run that has ended does not continue.
 
 All callbacks are called at each evaluation, even if one of them raises. The run then raises the
-first exception. A run of one process saves its results before.
+first exception. A run of one process saves its results before. Only a KeyboardInterrupt that a
+callback raises itself ends the run at once.
 
 If a callback is a context manager too, the run enters it before the first round. The run leaves it
 at the end, even after an error. A path that cannot be written therefore raises before any
@@ -64,6 +65,7 @@ def _check_callback(name: str, value: Any) -> Callback:
             f"{show(callback)}. Give a plain function."
         )
     try:
+        # The empty list stands for the rows. Binding it does not call the function.
         inspect.signature(callback).bind([])
     except ValueError:
         # Some functions that are not written in Python have no signature.
@@ -82,6 +84,7 @@ def entered(callbacks: Sequence[Callback]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for callback in callbacks:
             if isinstance(callback, contextlib.AbstractContextManager):
+                # `enter_context` would let the callback suppress the exception that ends a run.
                 callback.__enter__()
                 stack.push(functools.partial(_leave, callback))
         yield
@@ -104,7 +107,9 @@ def ask(callbacks: Sequence[Callback], rows: Sequence[EvaluationRow]) -> bool:
     errors: list[BaseException] = []
     for i, callback in enumerate(callbacks):
         try:
-            answers.append(_answer(f"callbacks[{i}]", callback([dict(row) for row in rows])))
+            own_rows: list[EvaluationRow] = [dict(row) for row in rows]
+            answers.append(_answer(f"callbacks[{i}]", callback(own_rows)))
+        # A KeyboardInterrupt is no failure of a callback, and therefore ends the loop at once.
         except (Exception, SystemExit) as error:
             error.add_note(f"raised by callbacks[{i}]")
             errors.append(error)
@@ -118,6 +123,7 @@ def ask(callbacks: Sequence[Callback], rows: Sequence[EvaluationRow]) -> bool:
 
 def _answer(name: str, value: Any) -> bool:
     """Return a callback's answer as a bool, where None is False. Other types raise an error."""
+    # A comparison of numbers of NumPy or JAX gives a bool of theirs.
     python_value = plain(value)
     if python_value is None or isinstance(python_value, bool):
         return bool(python_value)
@@ -151,10 +157,12 @@ def early_stopping(
     """
 
     def callback(rows: list[EvaluationRow]) -> bool:
-        losses = []
-        for value in _metric_values(rows, metric):
-            loss = value if mode == "min" else -value
-            losses.append(math.inf if math.isnan(loss) else loss)
+        losses = _metric_values(rows, metric)
+        if mode == "max":
+            losses = [-value for value in losses]
+        # Comparisons with NaN are false, so `min` would depend on the place of a NaN.
+        losses = [math.inf if math.isnan(loss) else loss for loss in losses]
+        # An equal value is no better one, so the first of several equal values is the best.
         evaluations_since_best = len(losses) - 1 - losses.index(min(losses))
         return evaluations_since_best >= patience
 
@@ -209,7 +217,9 @@ class EpsilonBudget:
         spent = self._finite(known[-1] if known else None)
         if self._ahead is not None:
             return self._ahead(int(rows[-1]["round"]))[self.column] > self.limit
-        before = known[-2] if len(known) > 1 else 0.0
+        before = 0.0
+        if len(known) > 1:
+            before = known[-2]
         return 2 * spent - before > self.limit
 
     def _finite(self, value: float | None) -> float:
@@ -284,8 +294,10 @@ def csv(path: str | os.PathLike) -> Callback:
 
         def write(rows: list[EvaluationRow]) -> None:
             nonlocal names, written
+            # The caller gives all rows, of which the first `written` are in the file.
             new = rows[written:]
             found = list(dict.fromkeys(name for row in new for name in row))
+            # Rows are appended only under the same header, and to a file that is still there.
             if written and set(found) <= set(names) and files.is_regular(file):
                 files.append_text(file, text_of(new, head=False))
             else:
@@ -302,7 +314,9 @@ def csv(path: str | os.PathLike) -> Callback:
         # A copy replaces the file, as in later writes. A path that cannot be written therefore
         # raises before the first round.
         target = file.resolve()
-        earlier = b"" if files.kind(target) is None else files.read(target)
+        earlier = b""
+        if files.kind(target) is not None:
+            earlier = files.read(target)
         with files.replacing(file) as temporary:
             temporary.write_bytes(earlier)
         yield of_run()
@@ -437,11 +451,13 @@ class _Logger:
 
     def __exit__(self, *error: Any) -> bool | None:
         self._log = None
+        # A stack is empty after its exit, so the callback can serve another run.
         return self._runs.__exit__(*error)
 
     def __call__(self, rows: list[EvaluationRow]) -> None:
         # A run does not enter a callback that a function of the user calls.
         if self._log is None:
             self.__enter__()
+        # Only the first process has a log.
         if self._log is not None:
             self._log(rows)

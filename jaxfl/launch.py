@@ -121,6 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
     if wrong:
         parser.error(wrong)
 
+    # Without a number of processes, a cluster must have started this task.
     devices = None
     if options.processes is None:
         try:
@@ -148,7 +149,10 @@ def main(arguments: list[str] | None = None) -> int:
         if not alone:
             failure += " If a process of another machine ended before it, that one is the cause."
         print(f"\n{failure} {again}", file=sys.stderr)
-    return code if code >= 0 else 128 - code
+    if code < 0:
+        # Shells report a signal in this way.
+        return 128 - code
+    return code
 
 
 def _wrong(options: argparse.Namespace) -> str | None:
@@ -159,6 +163,7 @@ def _wrong(options: argparse.Namespace) -> str | None:
         return "program must be given, got none. Give a file, or -m and a module."
     if options.file and not os.path.exists(options.file[0]):
         return f"file must exist, got {options.file[0]!r}. Give a file, or -m and a module."
+    # A search for the whole name would import the packages that hold the module.
     top = options.module and options.module[0].partition(".")[0]
     if options.module and not (top and find_spec(top)):
         return (
@@ -197,6 +202,7 @@ def _devices() -> list[int] | None:
         ValueError: No cluster is detected, or not the one that started this task. The node's tasks
             cannot share its GPUs equally, or Slurm's variables do not fit together.
     """
+    # JAX joins the first kind that is present, and skips those that a user has to name.
     clusters = [
         kind
         for kind in ClusterEnv._cluster_types
@@ -215,9 +221,15 @@ def _devices() -> list[int] | None:
         )
     if clusters[0].name not in ("slurm", "ompi") or "JAX_LOCAL_DEVICE_IDS" in os.environ:
         return None
-    tasks, task = _slurm_task() if clusters[0].name == "slurm" else _open_mpi_task()
+    if clusters[0].name == "slurm":
+        tasks, task = _slurm_task()
+    else:
+        tasks, task = _open_mpi_task()
     seen = visible_gpus()
-    found = max(seen, int(os.environ.get("SLURM_GPUS_ON_NODE", "0"))) if seen else 0
+    found = 0
+    if seen:
+        # Slurm may hide the GPUs of other tasks from this one, and its variable counts all.
+        found = max(seen, int(os.environ.get("SLURM_GPUS_ON_NODE", "0")))
     if seen * tasks == found:
         # The cluster has given each task its own GPUs.
         mine = list(range(seen))
@@ -371,7 +383,9 @@ def _start(
         devices: Indices of the process's GPUs. None leaves the choice to JAX.
         alive: Read end of a pipe that ends with this process.
     """
-    program = ["-m", *options.module] if options.module else options.file
+    program = options.file
+    if options.module:
+        program = ["-m", *options.module]
     environment = os.environ.copy()
     coordinator = options.coordinator
     numbers = [options.process]
@@ -380,7 +394,9 @@ def _start(
         coordinator = f"127.0.0.1:{_free_port()}"
         numbers = list(range(options.processes))
         run = secrets.token_hex(8)
+        # This address is the loopback one, so no other machine can reach the port.
         environment[_BIND] = coordinator
+        # The processes share the cores, unless the user has set a number of devices.
         if COUNT_FLAG not in environment.get("XLA_FLAGS", ""):
             share = max(1, min(16, cores() // options.processes))
             environment.setdefault("JAX_NUM_CPU_DEVICES", str(share))
@@ -392,7 +408,9 @@ def _start(
         join = f"_join({coordinator!r}, {options.processes}, {number}, {devices}, {run!r}, {alive})"
         command = [sys.executable, "-c", f"from jaxfl.launch import _join; {join}", *program]
         # All processes print the same, so only one of them is shown.
-        shown = None if number == numbers[0] else subprocess.DEVNULL
+        shown = None
+        if number != numbers[0]:
+            shown = subprocess.DEVNULL
         # A process has a group of its own, so that Ctrl-C reaches it once, through this process.
         children[number] = subprocess.Popen(
             command, env=environment, stdout=shown, process_group=0, pass_fds=[alive]
@@ -419,11 +437,13 @@ def _wait(
     running = len(children)
     while running:
         with contextlib.suppress(queue.Empty):
+            # The timeout lets this thread look at signals and at the deadline.
             number, code = ended.get(timeout=0.05)
             running -= 1
             if code and not first[1]:
-                stopped = _stopped(children) if code == -signal.SIGABRT else None
-                first = stopped or (number, code)
+                first = (number, code)
+                if code == -signal.SIGABRT:
+                    first = _stopped(children) or first
                 deadline = time.monotonic() + _GRACE_SECONDS
         if stops and not interrupted:
             interrupted = True
@@ -471,24 +491,28 @@ def _join(
         run: Secret of this run's processes if one launcher starts them all, or "".
         launcher: Read end of a pipe that ends with the launcher.
     """
+    # From here on, the process ends with its launcher, even while JAX waits for others.
     threading.Thread(target=_end_after, args=(launcher,), daemon=True).start()
     configure()
     # While this process waits for the others, there is nothing to save.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     options: dict[str, Any] = {}
     if coordinator is not None:
+        # JAX would otherwise take the local devices from the variables of any cluster around it.
         options["cluster_detection_method"] = "deactivate"
     if devices is not None:
         options["local_device_ids"] = devices
     options["heartbeat_timeout_seconds"] = _HEARTBEAT_SECONDS
     options["shutdown_timeout_seconds"] = _SHUTDOWN_SECONDS
     jax.distributed.initialize(coordinator, processes, process, **options)
+    # From here on, Ctrl-C lets the program save.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     code = _run_program(run, processes, process)
     sys.stdout.flush()
     if code:
         # The other processes end when process 0 does, so it lets them report first.
-        time.sleep(0 if process else 2)
+        if not process:
+            time.sleep(2)
         # A regular exit would wait for processes that wait for this one.
         os._exit(code)
 
@@ -509,12 +533,14 @@ def _run_program(run: str, processes: int | None, process: int | None) -> int:
     sys.argv[:] = sys.argv[2 if module else 1 :]
     facts = {"run": run, "processes": str(processes), "program": shlex.join(sys.argv)}
     try:
+        # Processes of different programs would wait for each other, or exchange wrong arrays.
         agree(facts | _versions())
     except ValueError as differing:
         print(differing, file=sys.stderr)
         return 1
     try:
         if module:
+            # `alter_sys` makes the module's file the first argument, as `python -m` does.
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         else:
             # `python file.py` sets this path, and `runpy.run_path` does not.
@@ -535,7 +561,8 @@ def _run_program(run: str, processes: int | None, process: int | None) -> int:
             # The program may have set its own hook.
             sys.excepthook(type(error), error, error.__traceback__)
         except SystemExit as end:
-            return end.code if isinstance(end.code, int) else 1
+            if isinstance(end.code, int):
+                return end.code
         return 1
     return 0
 

@@ -64,6 +64,7 @@ def init_server(params: Params, optimizer: optax.GradientTransformation) -> Serv
 
 def states_of(state: Tree, wanted: Callable[[Any], bool]) -> list[Any]:
     """Return the parts of an optimizer's state for which `wanted` is true."""
+    # The wanted parts count as leaves, because JAX would otherwise flatten them.
     return [part for part in jax.tree.leaves(state, is_leaf=wanted) if wanted(part)]
 
 
@@ -198,6 +199,8 @@ def _adaptive(
         del params
         first = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, state.first, updates)
         second = jax.tree.map(lambda v, g: second_fn(v, g**2), state.second, updates)
+        # The sign is that of optax: `first` averages gradients, which are negative aggregates.
+        # No rule makes v negative, so the denominator is at least tau, which is above 0.
         steps = jax.tree.map(lambda m, v: -learning_rate * m / (jnp.sqrt(v) + tau), first, second)
         return steps, _Moments(first, second)
 
@@ -220,7 +223,9 @@ def sparse_step(
 ) -> SparseServer:
     """Return the server after a `server_step`, with the next round's public key and masks."""
     params, state = server_step(optimizer, Server(server.params, server.optimizer), aggregate)
+    # A server's step does not get the round's number, so a chain of keys replaces it.
     public = jax.random.key_data(_this_and_next(server.public)[1])
+    # Clients of the next round get these weights, so its masks may depend on them.
     mask, support = masks(params, public)
     return SparseServer(params, state, mask, support, public)
 
@@ -232,4 +237,5 @@ def public_key(public: UInt32[Array, "2"]) -> Key[Array, ""]:
 
 def _this_and_next(public: UInt32[Array, "2"]) -> Key[Array, "2"]:
     """Return two keys [2] that follow from a round's key data: the round's, and the next one's."""
+    # Two words of key data belong to this generator, whatever the default of JAX is.
     return jax.random.split(jax.random.wrap_key_data(public, impl="threefry2x32"))

@@ -67,6 +67,7 @@ _MOST_EXACT = 2**16 - 1
 
 def _ratio(sums: tuple[Array, Array]) -> Array:
     total, count = sums
+    # A division by NaN marks a score without examples as undefined.
     return total / jnp.where(count > 0, count, jnp.nan)
 
 
@@ -112,6 +113,7 @@ def average(score: Loss, *, lower_is_better: bool = False) -> Metric:
     _require_callable("score", score)
 
     def sums(outputs: Array, labels: Array, weights: Float[Array, "B"]) -> tuple[Array, Array]:
+        # Scores may be booleans, or of a half precision whose sums would be inexact.
         scores = score(outputs, labels).astype(jnp.float32)
         return _weighted(scores, weights), jnp.sum(weights)
 
@@ -182,6 +184,7 @@ class Task:
                 f"task={self.name!r}: metrics must have at least one metric by name, got "
                 f"{self.metrics!r}. Give for instance {{'error': jaxfl.tasks.average(score)}}."
             )
+        # The last two are names in a run's file of scores by client.
         reserved = RESERVED | {"loss", "test_size", "participations"}
         for name, metric in self.metrics.items():
             where = f"task={self.name!r}: metrics[{name!r}]"
@@ -251,6 +254,7 @@ def _columns(name: str, *, headline: bool) -> set[str]:
 
 def mean(losses: Float[Array, "B"], weights: Float[Array, "B"]) -> Float[Array, ""]:
     """Return the mean over the examples of weight 1, or 0 if there are none."""
+    # A loss is finite at padding (see `Task`), so that a weight of 0 removes it.
     return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
 
 
@@ -260,7 +264,9 @@ def cross_entropy(outputs: Float[Array, "B K"], labels: Int[Array, "B"]) -> Floa
     Within `changed_logits`, the outputs are changed first.
     """
     change = _CHANGE.value
-    logits = outputs if change is None else change(outputs)
+    logits = outputs
+    if change is not None:
+        logits = change(outputs)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
 
 
@@ -334,6 +340,7 @@ def classification(
     factors = _check_class_weights(class_weights)
 
     def loss(outputs: Float[Array, "B K"], labels: Int[Array, "B"]) -> Float[Array, "B"]:
+        # An array that exists before a trace would start JAX when the task is made.
         return jnp.array(factors)[labels] * cross_entropy(outputs, labels)
 
     def confusion(outputs: Array, labels: Array, weights: Array) -> tuple[Array, Array]:
@@ -362,7 +369,9 @@ def classification(
                 f"{outputs.shape[1]} outputs. Give one weight for each class."
             )
 
-    own_loss = loss if factors else cross_entropy
+    own_loss = cross_entropy
+    if factors:
+        own_loss = loss
     chosen = _chosen(known, metrics or ("accuracy",))
     return Task("classification", own_loss, chosen, check, _most_likely)
 
@@ -386,9 +395,11 @@ def multi_label(*metrics: str, exact: int = _EXACT) -> Task:
     _check_exact(exact)
 
     def ranked(outputs: Array, labels: Array) -> tuple[Array, Array, Array]:
+        # Logits have the order of their probabilities, and distinguish those that round to 1.
         return outputs, jax.nn.sigmoid(outputs), labels > 0
 
     known = {
+        # A logit above 0 is a probability above one half.
         "f1": Metric(lambda o, y, w: _confusion(o > 0, y > 0, w), _macro_f1),
         "auc": _area(ranked, exact),
         "accuracy": average(lambda o, y: jnp.mean((o > 0) == (y > 0), axis=-1)),
@@ -431,6 +442,7 @@ def regression(*metrics: str) -> Task:
     """
 
     def errors(outputs: Array, labels: Array) -> Float[Array, "B F"]:
+        # The reshape gives outputs [B, 1] and labels [B] the same axes.
         difference = outputs.reshape(len(outputs), -1) - labels.reshape(len(labels), -1)
         return difference.astype(jnp.float32)
 
@@ -469,6 +481,7 @@ def regression(*metrics: str) -> Task:
             "count": count,
             "origin": unless_empty(first["origin"], second["origin"]),
             "offset": unless_empty(first["offset"] + between_means * share, second["offset"]),
+            # The spread about the common mean is that within and that between the batches.
             "spread": first["spread"] + second["spread"] + between,
             "error": first["error"] + second["error"],
         }
@@ -496,7 +509,9 @@ def regression(*metrics: str) -> Task:
 
     def predict(outputs: Array) -> Array:
         # Labels of one number per example usually have the shape [D].
-        return outputs[:, 0] if outputs.shape[1:] == (1,) else outputs
+        if outputs.shape[1:] == (1,):
+            return outputs[:, 0]
+        return outputs
 
     chosen = _chosen(known, metrics or tuple(known))
     return Task("regression", loss, chosen, check, predict)
@@ -522,6 +537,7 @@ def next_token(*metrics: str, ignore: int = -1) -> Task:
     def tokens(outputs: Array, labels: Array) -> tuple[Float[Array, "B L"], Bool[Array, "B L"]]:
         """Return the loss of each token, and which tokens count."""
         counts = labels != ignore
+        # The label `ignore` may be no index, so token 0 takes its place. Its loss does not count.
         inside = jnp.where(counts, labels, 0)
         return optax.softmax_cross_entropy_with_integer_labels(outputs, inside), counts
 
@@ -544,6 +560,7 @@ def next_token(*metrics: str, ignore: int = -1) -> Task:
 
     known = {
         "accuracy": Metric(added(lambda o, y: jnp.argmax(o, axis=-1) == y)),
+        # A mean of the perplexities of examples would be another number.
         "perplexity": Metric(
             added(lambda o, y: tokens(o, y)[0]),
             lambda sums: jnp.exp(_ratio(sums)),
@@ -618,11 +635,13 @@ def _confusion(
 ) -> tuple[Float[Array, "K"], Float[Array, "K"]]:
     """Return 2 TP, and 2 TP + FP + FN, by class."""
     right = 2.0 * _weighted(predicted & true, weights[:, None], axis=0)
+    # A true positive counts in both terms, so that their sum is 2 TP + FP + FN.
     both = predicted.astype(jnp.float32) + true
     return right, _weighted(both, weights[:, None], axis=0)
 
 
 def _macro_f1(sums: tuple[Float[Array, "K"], Float[Array, "K"]]) -> Float[Array, ""]:
+    # A class that is neither seen nor predicted is 0 / 0, which `_ratio` makes NaN.
     return jnp.nanmean(_ratio(sums))
 
 
@@ -650,15 +669,18 @@ def _area(ranked: Callable[[Array, Array], tuple[Array, Array, Array]], exact: i
         margins, scores, true = ranked(outputs, labels)
         # Padding moves behind the examples.
         order = jnp.argsort(weights <= 0, stable=True)[:exact]
+        # All sums have `exact` rows, because shapes must not depend on the size of a batch.
         rest = ((0, exact - len(order)), (0, 0))
         return _Outputs(
             jnp.pad(margins[order].astype(jnp.float32), rest),
             jnp.pad(true[order], rest),
+            # Batches add to this number, and float32 counts to 2**24 only.
             jnp.sum(weights > 0, dtype=jnp.int32),
             _histograms(scores, true, weights),
         )
 
     def merge(first: _Outputs, second: _Outputs) -> _Outputs:
+        # The examples of `second` follow those of `first`, as far as there is room.
         place = jnp.arange(exact)[:, None] - first.count
 
         def appended(one: Array, other: Array) -> Array:
@@ -674,6 +696,7 @@ def _area(ranked: Callable[[Array, Array], tuple[Array, Array, Array]], exact: i
 
     def value(found: _Outputs) -> Float[Array, ""]:
         real = jnp.arange(exact) < found.count
+        # Both forms are computed, because vectorised clients may need either.
         areas = jax.vmap(_rank_area, (1, 1, None))(found.margins, found.true, real)
         by_bins = _mean_auc(found.histograms)
         return jnp.where(found.count <= exact, jnp.nanmean(areas), by_bins)
@@ -684,6 +707,7 @@ def _area(ranked: Callable[[Array, Array], tuple[Array, Array, Array]], exact: i
 def _margins(logits: Float[Array, "B K"]) -> Float[Array, "B K"]:
     """Return log(p / (1 - p)) of each class, which orders probabilities that round to 1."""
     if logits.shape[-1] == 2:
+        # Of two classes, log(p / (1 - p)) is the difference of the logits.
         return logits - logits[:, ::-1]
     largest = _hot(jnp.argmax(logits, -1), logits)
     of_all = jax.nn.logsumexp(logits, -1, keepdims=True)
@@ -716,6 +740,7 @@ def _histograms(
     scores: Float[Array, "B K"], true: Shaped[Array, "B K"], weights: Float[Array, "B"]
 ) -> Float[Array, "2 K bins"]:
     """Count the positive and the negative examples, by class, in each bin of scores in [0, 1]."""
+    # The clip puts a probability of 1 into the last bin.
     bin_of_score = jnp.clip((scores * _BINS).astype(jnp.int32), 0, _BINS - 1)
     bins = jax.nn.one_hot(bin_of_score, _BINS)
     split = jnp.stack([true, ~true]) * weights[None, :, None]
@@ -732,6 +757,7 @@ def _mean_auc(histograms: Float[Array, "2 K bins"]) -> Float[Array, ""]:
 
 
 def _check_exact(exact: int) -> None:
+    # True is an instance of int, but no number of examples.
     if type(exact) is not int or not 1 <= exact <= _MOST_EXACT:
         raise ValueError(
             f"exact must be a whole number from 1 to {_MOST_EXACT}, got {exact!r}. "
@@ -749,6 +775,7 @@ def _check_class_weights(weights: Sequence[float] | None) -> tuple[float, ...]:
     try:
         found = np.asarray(weights)
     except ValueError:
+        # NumPy makes no array of rows that differ in length. An empty one fails below.
         found = np.zeros(0)
     is_vector = found.dtype.kind in "iuf" and found.ndim == 1 and found.size
     if not is_vector or not np.all((found > 0) & np.isfinite(found)):
@@ -825,12 +852,15 @@ def auc_interval(
         return theta * (1 - theta) * spread / (m * n)
 
     def outside(theta: Float[np.ndarray, "C"]) -> Bool[np.ndarray, "C"]:
+        # Both sides of the docstring's equation are squared.
         return (area - theta) ** 2 > z**2 * variance(theta)
 
     def limit(far: float) -> Float[np.ndarray, "C"]:
         """Return the limit between the area and `far`, which is 0 or 1, by bisection."""
+        # The area itself is inside, so `inner` is inside at every step.
         inner = np.array(area)
         outer = np.full_like(area, far)
+        # After 60 halvings, the distance of at most 1 is below 1e-18.
         for _ in range(60):
             middle = (inner + outer) / 2
             inner = np.where(outside(middle), inner, middle)

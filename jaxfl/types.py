@@ -55,6 +55,7 @@ class Lists:
 
         The padding of a matrix stays in the lists.
         """
+        # A list of vectors has no `ndim`.
         if getattr(lists, "ndim", 1) == 2:
             clients, width = lists.shape
             return cls.cut(np.asarray(lists).reshape(-1), np.full(clients, width))
@@ -65,6 +66,7 @@ class Lists:
     def cut(cls, flat: Int[np.ndarray, "R"], size: Int[np.ndarray, "C"]) -> "Lists":
         """Cut a vector of row numbers into consecutive lists of the given sizes."""
         start = np.cumsum(size, dtype=np.int64) - size
+        # JAX has no int64 by default, and indices of 32 bits need half the memory.
         if len(flat) < 2**31:
             start = start.astype(np.int32)
         # JAX cannot index an empty array, so the vector has at least one entry.
@@ -80,8 +82,11 @@ class Lists:
 
     def __getitem__(self, client: int | np.integer) -> Any:
         """Return the row numbers of one client, followed by its padding if it has any."""
+        # A range rejects an index without a client, and counts negative ones from the end.
         index = range(len(self))[client]
-        end = self.start[index + 1] if index + 1 < len(self) else len(self.flat)
+        end: Any = len(self.flat)
+        if index + 1 < len(self):
+            end = self.start[index + 1]
         return self.flat[self.start[index] : end]
 
 
@@ -132,6 +137,7 @@ class Rows:
     def of(cls, store: Any) -> "Rows":
         """Build the rows of an array [D, ...] that lies on the host or on a device."""
         shape_of_one = store.shape[1:]
+        # On the host, this copies no contiguous array, so that a memory map stays on disk.
         return cls(store.reshape(len(store), math.prod(shape_of_one)), shape_of_one)
 
     def __getitem__(self, index: Int[Array, "..."]) -> Shaped[Array, "..."]:
@@ -166,7 +172,9 @@ class ClientData:
     @property
     def padded(self) -> int:
         """The number N of positions with padding, which is at least the client's size."""
-        return len(self._rows) if self._positions is None else self._positions
+        if self._positions is None:
+            return len(self._rows)
+        return self._positions
 
     def take(
         self, positions: Int[Array, "..."]
@@ -177,6 +185,7 @@ class ClientData:
         rows = jnp.asarray(self._rows)[jnp.where(real, self._start + positions, 0)]
 
         def read(store: Rows | Shaped[Array | np.ndarray, "D ..."]) -> Array:
+            # `Rows` are no array, and convert what they read by themselves.
             array = store if isinstance(store, Rows) else jnp.asarray(store)
             values = array[rows]
             inner_axes = tuple(range(real.ndim, values.ndim))
@@ -186,6 +195,7 @@ class ClientData:
 
     def part(self, start: Int[Array, ""] | int, length: int) -> "ClientData":
         """Return the client with only `length` of its positions, from position `start`."""
+        # The part may begin or end in padding, which holds none of the examples.
         size = jnp.clip(self.size - start, 0, length)
         return dataclasses.replace(self, _start=self._start + start, _positions=length, size=size)
 
@@ -194,6 +204,7 @@ class ClientData:
 
         The positions of its examples must come before those of padding.
         """
+        # Padding may point to any row, because `take` reads zeros there.
         rows = jnp.asarray(self._rows)[jnp.where(positions < self.size, self._start + positions, 0)]
         return dataclasses.replace(self, _rows=rows, _start=0, _positions=None)
 
@@ -254,7 +265,9 @@ class Model(NamedTuple):
     @property
     def largest_part(self) -> int | None:
         """The most examples in one pass of the network in a local step. None sets no limit."""
-        return backend().microbatch if self.microbatch == "auto" else self.microbatch
+        if self.microbatch == "auto":
+            return backend().microbatch
+        return self.microbatch
 
 
 class Message(NamedTuple):

@@ -32,6 +32,7 @@ def check_data(name: str, value: Any) -> Dataset:
         TypeError: The value is neither a dataset nor four arrays.
     """
     if isinstance(value, Dataset):
+        # The arrays are checked again, because `_replace` may have given the dataset others.
         return from_arrays(*value[:4], classes=value.classes or None, name=value.name)
     if isinstance(value, tuple | list) and len(value) == 4:
         return from_arrays(*value)
@@ -82,6 +83,7 @@ def make_clients(
         >>> clients.train[0].shape, clients.inputs.shape, int(clients.test_size.sum())
         ((15,), (1797, 8, 8, 1), 359)
     """
+    # The decorator has made a `Dataset` of the argument.
     dataset: Any = data
     if test_lists is None:
         test_lists = [np.zeros(0, np.int32)] * len(train_lists)
@@ -98,6 +100,7 @@ def make_clients(
     inputs = _stacked(dataset.train_inputs, dataset.test_inputs)
     labels = _stacked(dataset.train_labels, dataset.test_labels)
     trained = Lists.cut(train, train_size)
+    # Test examples follow the training examples in the store.
     tested = Lists.cut(test + np.int32(offset), test_size)
     return Clients(inputs, labels, trained, train_size, tested, test_size)
 
@@ -114,7 +117,9 @@ def in_lists(clients: Clients) -> Clients:
     """
 
     def lists_of(rows: Any) -> Lists:
-        return rows if isinstance(rows, Lists) else Lists.of(rows)
+        if isinstance(rows, Lists):
+            return rows
+        return Lists.of(rows)
 
     return clients._replace(train=lists_of(clients.train), test=lists_of(clients.test))
 
@@ -133,13 +138,17 @@ def rows_of(
         clients: Index of the clients in an array of all clients. The default takes all of them.
     """
     start = np.asarray(lists.start)[clients]
+    # The sizes are of 32 bits, and their sum may exceed this.
     end = np.cumsum(size, dtype=np.int64)
-    total = int(end[-1]) if len(end) else 0
+    total = 0
+    if len(end):
+        total = int(end[-1])
     # The difference between a row number's position in the lists and its position in the result.
     shift = np.repeat(start - (end - size), size)
     flat = np.asarray(lists.flat)
     if not total:
         return flat[:0]
+    # Consecutive lists are one slice of `flat`, and a slice copies nothing.
     if (shift == shift[0]).all():
         first = int(shift[0])
         return flat[first : first + total]
@@ -153,6 +162,7 @@ def packed(lists: Lists, size: Int[np.ndarray, "C"]) -> Lists:
         lists: Lists of row numbers on the host.
         size: Number of rows of each client.
     """
+    # A conversion without a copy keeps a mapped file on disk.
     return Lists.cut(rows_of(lists, size).astype(np.int32, copy=False), size)
 
 
@@ -184,10 +194,12 @@ def hold_out(clients: Clients, share: float = 0.2, *, seed: int | None = None) -
     rows = rows_of(clients.train, size)
     if seed is not None:
         client = np.repeat(np.arange(len(size)), size)
+        # Each client has its rows in random order, of which it holds out the last ones.
         rows = rows[np.lexsort((_draws(seed, size), client))]
     wanted = np.maximum(np.rint(share * size).astype(np.int32), 1)
     tested = np.minimum(wanted, np.maximum(size - 1, 0)).astype(np.int32)
     left = (size - tested).astype(np.int32)
+    # Positions count from 0 in the list of each client.
     position = np.arange(len(rows)) - np.repeat(np.cumsum(size, dtype=np.int64) - size, size)
     in_training = position < np.repeat(left, size)
     train = Lists.cut(rows[in_training], left)
@@ -306,12 +318,16 @@ def shard(clients: Clients, shards: int, own: Sequence[int] | None = None) -> Cl
         return clients._replace(train=train, test=test)
     inputs = np.asarray(clients.inputs)
     labels = np.asarray(clients.labels)
+    # The last blocks may have fewer clients, or none, and get empty ones below.
     per_block = -(-clients.num_clients // shards)
     of_block = [slice(b * per_block, (b + 1) * per_block) for b in range(shards)]
     rows = [[rows_of(lists, size[part], part) for part in of_block] for lists, size in splits]
+    # A row that is in several lists of a block is stored there once.
     block_rows = [np.unique(np.concatenate(both)) for both in zip(*rows, strict=True)]
+    # A block without examples has one row, because JAX cannot index an empty array.
     length = max(1, *map(len, block_rows))
-    own = range(shards) if own is None else own
+    if own is None:
+        own = range(shards)
     input_blocks = np.zeros((len(own), length, *inputs.shape[1:]), inputs.dtype)
     label_blocks = np.zeros((len(own), length, *labels.shape[1:]), labels.dtype)
     for i, b in enumerate(own):
@@ -324,7 +340,9 @@ def shard(clients: Clients, shards: int, own: Sequence[int] | None = None) -> Cl
         for b in own:
             real = size[of_block[b]]
             sizes.append(np.pad(real, (0, per_block - len(real))))
+        # The rows of a block are sorted and complete, so a row is found at its local number.
         local = [np.searchsorted(block_rows[b], rows[b]) for b in own]
+        # The longest of all blocks decides, so that all processes have arrays of one shape.
         return blocks_of_lists(local, sizes, max(map(len, rows))), np.concatenate(sizes)
 
     trained, tested = (
@@ -375,7 +393,9 @@ def describe(clients: Clients) -> dict[str, int | float]:
 def _stacked(train: np.ndarray, test: np.ndarray) -> np.ndarray:
     """Return both arrays joined, or `train` itself if there are no test examples."""
     # The first array may be a file that is larger than memory.
-    return np.concatenate([train, test]) if len(test) else train
+    if not len(test):
+        return train
+    return np.concatenate([train, test])
 
 
 def _joined_lists(
@@ -390,6 +410,7 @@ def _joined_lists(
     size = np.array([len(rows) for rows in arrays], np.int32)
     flat = np.concatenate(arrays)
     client = np.repeat(np.arange(len(arrays)), size)
+    # Equal rows of a client are neighbours in this order.
     order = np.lexsort((flat, client))
     twice = np.flatnonzero((np.diff(flat[order]) == 0) & (np.diff(client[order]) == 0))
     if twice.size:
@@ -414,6 +435,7 @@ def _check_owners(rows: np.ndarray, size: np.ndarray) -> None:
             "Give at least one client an example."
         )
     client = np.repeat(np.arange(len(size)), size)
+    # A stable sort keeps equal rows in the order of their clients, which the error names.
     order = np.argsort(rows, kind="stable")
     twice = np.flatnonzero(np.diff(rows[order]) == 0)
     if twice.size:

@@ -131,19 +131,27 @@ def corrupt_clients(
             f"lists must be disjoint, got row {different_rows[counts > 1][0]} twice. "
             "Leave it out of all lists but one."
         )
+    # Without examples, the inputs would have no least and no largest value.
     if not len(rows):
         return inputs.copy()
-    of_bytes = inputs.dtype == np.uint8
-    low = 0 if of_bytes else inputs.min()
-    high = 255 if of_bytes else inputs.max()
-    pixels = inputs.shape[1:3] if inputs.ndim == 4 else inputs.shape[1:]
+    low: Any = 0
+    high: Any = 255
+    if inputs.dtype != np.uint8:
+        low = inputs.min()
+        high = inputs.max()
+    pixels = inputs.shape[1:]
+    if inputs.ndim == 4:
+        # All channels of a pixel change together.
+        pixels = inputs.shape[1:3]
     noisy = inputs.copy()
     sizes = [len(own_rows) for own_rows in lists]
+    # The rows are in the order of their clients, so each density repeats for its own rows.
     for row, density in zip(rows, np.repeat(np.asarray(densities, float), sizes)):
         if density:
             # Each row has a stream of its own, because the row is the counter's high word.
             bits = np.random.Philox(key=seed, counter=int(row) << 192)
             level = np.random.Generator(bits).random(pixels, np.float32)
+            # The number of a pixel is the same for all densities (see `salt_and_pepper`).
             noisy[row, level < density / 2] = low
             noisy[row, level >= 1 - density / 2] = high
     return noisy

@@ -125,6 +125,7 @@ def _directions(width: int) -> Float[np.ndarray, "F k"]:
     Each column is a direction of norm 1, the most important one first.
     """
     classes = read_tensors(_published())["_fc.weight"].astype(np.float64)
+    # A vector that all classes share changes no probability, so the mean is subtracted.
     _, _, directions = np.linalg.svd(classes - classes.mean(axis=0), full_matrices=False)
     # A singular vector has no sign of its own: its largest entry becomes positive.
     largest = np.abs(directions).argmax(axis=1)
@@ -144,7 +145,9 @@ class _EfficientNet(nn.Module):
         number = 0
         for stage in _STAGES:
             for i in range(stage.blocks):
-                stride = 1 if i else stage.stride
+                stride = stage.stride
+                if i > 0:
+                    stride = 1
                 shape = (stage.size, stride, stage.expand, stage.channels)
                 x = _InvertedResidual(*shape, name=f"block_{number}")(x)
                 number += 1
@@ -170,7 +173,9 @@ class _InvertedResidual(nn.Module):
             inner = nn.relu6(nn.Dense(self.expand * x.shape[-1], name="expand")(x))
         inner = nn.relu6(_Depthwise(self.size, self.stride, name="depthwise")(inner))
         inner = nn.Dense(self.channels, name="project")(inner)
-        return x + inner if inner.shape == x.shape else inner
+        if inner.shape != x.shape:
+            return inner
+        return x + inner
 
 
 class _Depthwise(nn.Module):
@@ -196,6 +201,7 @@ class _Depthwise(nn.Module):
         for row in range(self.size):
             for column in range(self.size):
                 starts = zip((row, column), counts, strict=True)
+                # The slice ends behind the input of the last output.
                 last = [start + self.stride * (count - 1) + 1 for start, count in starts]
                 strides = (1, self.stride, self.stride, 1)
                 part = lax.slice(padded, (0, row, column, 0), (batch, *last, channels), strides)
@@ -218,6 +224,7 @@ def _padding(side: int, size: int, stride: int) -> tuple[int, int]:
 def _weights() -> Params:
     """Return the weights from the cache folder, or else from the package, and then cache them."""
     name = f"encoders/efficientnet_lite0-{_WEIGHTS_VERSION}-{_WEIGHTS_HASH[:16]}.npz"
+    # The shapes of the weights do not depend on the size of the pictures.
     pictures = jax.ShapeDtypeStruct((1, 32, 32, 3), np.float32)
     variables: Any = jax.eval_shape(_EfficientNet().init, jax.random.key(0), pictures)
     leaves: Any = flatten_dict(variables["params"], sep="/")
@@ -239,7 +246,9 @@ def _published() -> bytes:
     """
     # Finding the package runs none of its code, unlike importing it.
     found = importlib.util.find_spec(_PYTORCH_PACKAGE)
-    path = Path(str(found.origin)).parent / "models" / _FILE if found else None
+    path = None
+    if found:
+        path = Path(str(found.origin)).parent / "models" / _FILE
     if path is None or not path.is_file():
         raise ValueError(
             "encoder must have its weights installed, got efficientnet_lite0 without the package "
@@ -262,11 +271,13 @@ def _folded(tensors: Mapping[str, np.ndarray]) -> Params:
     """
 
     def layer(kernel: str, norm: str, axes: tuple[int, ...]) -> Params:
+        # With fixed moments, a normalisation is an affine function, and so is the layer before it.
         variance = tensors[f"{norm}.running_var"].astype(np.float64) + _EPSILON
         scale = tensors[f"{norm}.weight"] / np.sqrt(variance)
         bias = tensors[f"{norm}.bias"] - tensors[f"{norm}.running_mean"] * scale
         # PyTorch's kernels are (outputs, inputs, rows, columns). Outputs go last, and are scaled.
         moved = tensors[f"{kernel}.weight"].transpose(2, 3, 1, 0) * scale
+        # Axes that are left out have length 1: places of a dense kernel, inputs of a depthwise one.
         moved = moved.reshape([moved.shape[axis] for axis in axes])
         return {"kernel": moved.astype(np.float32), "bias": bias.astype(np.float32)}
 
@@ -282,6 +293,7 @@ def _folded(tensors: Mapping[str, np.ndarray]) -> Params:
             "depthwise": layer(f"{block}._depthwise_conv", f"{block}._bn1", depthwise),
             "project": layer(f"{block}._project_conv", f"{block}._bn2", dense),
         }
+        # The blocks that expand nothing have no such layer.
         if f"{block}._expand_conv.weight" in tensors:
             expand = layer(f"{block}._expand_conv", f"{block}._bn0", dense)
             params[f"block_{i}"]["expand"] = expand
@@ -348,14 +360,17 @@ def read_tensors(content: bytes) -> dict[str, np.ndarray]:
         pickle.UnpicklingError: The file names anything but tensors.
     """
     file = io.BytesIO(content)
+    # The file has five pickles in a row, and each reader ends behind its own.
     _magic, _version, _sizes, named, keys = (_Reader(file).load() for _ in range(5))
     dtypes = {tensor.storage.key: tensor.storage.dtype for tensor in named.values()}
     numbers = {}
     for key in keys:
         count = int.from_bytes(file.read(8), "little")
-        numbers[key] = np.frombuffer(file.read(count * dtypes[key].itemsize), dtypes[key])
+        entries = file.read(count * dtypes[key].itemsize)
+        numbers[key] = np.frombuffer(entries, dtypes[key])
 
     def gathered(tensor: _Tensor) -> np.ndarray:
+        # PyTorch counts strides in numbers, so a tensor is a set of places in its storage.
         places = np.full(tensor.shape, tensor.offset)
         for axis, step in zip(np.indices(tensor.shape, sparse=True), tensor.steps, strict=True):
             places += axis * step

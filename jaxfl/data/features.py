@@ -52,10 +52,13 @@ def _check_tokens(name: str, data: Dataset, encoder: Encoder) -> None:
                 f"{inputs.dtype} and shape {inputs.shape}. Make the tokens by the encoder's "
                 "tokenizer, for instance with minilm_tokens."
             )
+        # A split may be empty. Every encoder of texts knows token 0, so 0 is never wrong.
         least = inputs.min(initial=0)
         most = inputs.max(initial=0)
         if least < 0 or most >= encoder.tokens:
-            wrong = least if least < 0 else most
+            wrong = most
+            if least < 0:
+                wrong = least
             raise ValueError(
                 f"{name} must be a Dataset of tokens from 0 to {encoder.tokens - 1} for the "
                 f"encoder {encoder.name!r}, got {wrong} in {field}. "
@@ -67,7 +70,9 @@ def _check_pictures(name: str, data: Dataset) -> None:
     """Require pictures of 1 or 3 channels, of bytes or of floating numbers from 0 to 1."""
     for field in _FIELDS:
         inputs = np.asarray(getattr(data, field))
-        channels = inputs.shape[3:] if inputs.ndim == 4 else (1,)
+        channels: tuple[int, ...] = (1,)
+        if inputs.ndim == 4:
+            channels = inputs.shape[3:]
         if inputs.ndim not in (3, 4) or channels not in ((1,), (3,)):
             raise ValueError(
                 f"{name} must be a Dataset of pictures [n, H, W] or [n, H, W, C] of 1 or 3 "
@@ -143,6 +148,7 @@ def features(
     inputs = {field: np.asarray(getattr(data, field)) for field in _FIELDS}
     if encoder.tokens:
         prepare: Callable[[Array], Array] = _as_tokens
+        # Texts have no size in pixels, so their features do not depend on it.
         size_of_key = 0
     else:
         prepare = functools.partial(_resized, size=size)
@@ -153,13 +159,16 @@ def features(
         field: _recall_features(files[field], shapes[field]) for field in _FIELDS
     }
     missing = [field for field in _FIELDS if known[field] is None]
+    # The weights need not be installed if the cache has all features.
     if missing:
         apply = jax.jit(functools.partial(_encoded, encoder.apply, prepare))
+        # The weights are an argument, because constants would become part of the program.
         encode = functools.partial(apply, encoder.load())
         with _encoding_bar(sum(len(inputs[field]) for field in missing), progress) as advance:
             for field in missing:
                 batches = _batches(inputs[field], batch_size)
                 known[field] = _joined_features(encode, batches, shapes[field], advance)
+                # Each split is kept at once, in case the next one fails.
                 keep_arrays(files[field], {"features": known[field]})
     return data._replace(**known, name=f"{data.name}, {encoder.name}")
 
@@ -170,6 +179,7 @@ def _feature_file(inputs: np.ndarray, encoder: Encoder, size: int) -> str:
     It has a hash of the inputs, of the encoder's name, version and width, and of the size.
     """
     of_encoder = (encoder.name, encoder.version, encoder.width, size)
+    # The same bytes in another dtype or shape are other inputs.
     facts = (_INPUT_VERSION, of_encoder, inputs.dtype.str, inputs.shape)
     digest = hashlib.sha256(repr(facts).encode())
     for part in _input_blocks(inputs):
@@ -180,7 +190,9 @@ def _feature_file(inputs: np.ndarray, encoder: Encoder, size: int) -> str:
 def _recall_features(file: str, shape: tuple[int, int]) -> Float32[np.ndarray, "n F"] | None:
     """Return features from the cache, or None if there are none or if the file is damaged."""
     found = recall_arrays(file, {"features": shape})
-    return None if found is None else found["features"]
+    if found is None:
+        return None
+    return found["features"]
 
 
 def _encoded(
@@ -203,8 +215,12 @@ def _as_tokens(tokens: Int[Array, "B L"]) -> Array:
 
 def _resized(pictures: Shaped[Array, "B H W ..."], *, size: int) -> Array:
     """Return a batch of pictures in colour, resized, with numbers from 0 to 255."""
-    scale = 1.0 if pictures.dtype == jnp.uint8 else 255.0
-    colours = pictures if pictures.ndim == 4 else pictures[..., None]
+    scale = 255.0
+    if pictures.dtype == jnp.uint8:
+        scale = 1.0
+    colours = pictures
+    if pictures.ndim != 4:
+        colours = pictures[..., None]
     colours = jnp.broadcast_to(colours, (*colours.shape[:3], 3)).astype(jnp.float32) * scale
     return jax.image.resize(colours, (len(colours), size, size, 3), "bilinear")
 
@@ -243,6 +259,7 @@ def _joined_features(
     for batch, count in batches:
         found = np.asarray(encode(batch))
         wanted = (len(batch), shape[1])
+        # The outputs for padding are dropped, so they may be anything.
         if found.shape != wanted or not np.isfinite(found[:count]).all():
             wrong = "NaN or infinite values" if found.shape == wanted else f"shape {found.shape}"
             raise ValueError(

@@ -68,9 +68,13 @@ def _check_frame(name: str, value: Any) -> Frame:
             f"{name} must be a data frame or columns by name, got {show(value)}. "
             "Give a frame of pandas or polars, or for instance {'age': [41, 67], 'sick': [0, 1]}."
         )
-    names = list(value) if isinstance(value, Mapping) else list(value.columns)
-    columns = {column: _checked_column(name, value, column) for column in names}
+    named: Any = value
+    if not isinstance(value, Mapping):
+        # A frame of polars iterates over its columns, and not over their names.
+        named = value.columns
+    columns = {column: _checked_column(name, value, column) for column in list(named)}
     lengths = {column: len(values) for column, values in columns.items()}
+    # Without columns, the set is empty, and `min` is not called.
     if len(set(lengths.values())) != 1 or not min(lengths.values()):
         raise ValueError(
             f"{name} must have columns of one length, with at least one row, got {show(value)} of "
@@ -148,7 +152,10 @@ def _check_categories(name: str, value: Any) -> dict[str, list]:
     found = {}
     for column, values in _check_mapping(name, value).items():
         listed = values is not None and not isinstance(values, str) and hasattr(values, "__len__")
-        categories = list(map(_plain_value, values)) if listed else []
+        categories = []
+        if listed:
+            categories = list(map(_plain_value, values))
+        # Inputs have the text of their category in their names, so the texts must differ.
         if not categories or len(set(map(str, categories))) < len(categories):
             raise ValueError(
                 f"{name}[{column!r}] must be different values of the column, got {show(values)}. "
@@ -160,7 +167,9 @@ def _check_categories(name: str, value: Any) -> dict[str, list]:
 
 def _plain_value(value: Any) -> Any:
     """Return a scalar of NumPy as the Python value that it holds, and other values unchanged."""
-    return value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, np.generic):
+        return value.item()
+    return value
 
 
 @checked(
@@ -250,6 +259,7 @@ def from_frame(
     _check_known("bounds", bounds, inputs)
     _check_known("categories", categories, [*inputs, label])
     rows = _read_rows(frame, test, [*inputs, label], owner, seed)
+    # Test rows change no mean, deviation or category, but gaps of theirs add an input.
     encoding = [
         _encoding_of(column, rows.columns[column], rows.trained, bounds, categories)
         for column in inputs
@@ -313,6 +323,7 @@ def encode_frame(frame: Any, encoding: Sequence[ColumnEncoding]) -> Float32[np.n
 def _check_kind(encoding: ColumnEncoding, column: _Column) -> None:
     """Require names where the encoding has names, and numbers where it has numbers."""
     named = any(isinstance(choice, str) for choice in encoding.categories or ())
+    # A column of gaps has no kind of its own, and suits any encoding.
     if named != (column.kind == "name") and not column.missing.all():
         kinds = ("names", "numbers") if named else ("numbers", "names")
         raise ValueError(
@@ -353,11 +364,12 @@ def _read_rows(
         _check_complete("test", test, names, "frame", remedy)
         further = {name: _read_column(f"test[{name!r}]", test[name]) for name in names}
         columns = {name: _with_test(name, columns[name], further[name]) for name in names}
+        # The rows of the test frame follow those for training.
         trained = np.arange(num_rows + len(test[names[0]])) < num_rows
         return _Rows(columns, trained, owners, _owners("test", test, owner))
-    tested = (
-        np.zeros(num_rows, bool) if test is None else _drawn_for_tests(test, num_rows, owners, seed)
-    )
+    tested = np.zeros(num_rows, bool)
+    if test is not None:
+        tested = _drawn_for_tests(test, num_rows, owners, seed)
     if owners is None:
         return _Rows(columns, ~tested, None, None)
     return _Rows(columns, ~tested, owners[~tested], owners[tested])
@@ -433,6 +445,7 @@ def _read_column(where: str, column: Any) -> _Column:
         )
     if values.dtype.kind in "biuf":
         kinds: dict[str, Any] = {"b": "flag", "f": "number"}
+        # Floats can hold NaN where the column has a gap.
         floats = values.astype(np.float64)
         column = _Column(kinds.get(values.dtype.kind, "whole number"), floats, np.isnan(floats))
     else:
@@ -469,14 +482,24 @@ def _read_objects(where: str, values: Shaped[np.ndarray, "n"]) -> _Column:
     if _all_of(known, str):
         return _Column("name", values, missing)
     for value in known:
+        # Booleans of NumPy are no `numbers.Real`, unlike its numbers and Python's booleans.
         if not isinstance(value, numbers.Real | np.bool_):
             raise ValueError(
                 f"{where} must have numbers, booleans or names, and only one of these kinds, got "
                 f"{show(value)}. Convert the column, for instance dates to days, or leave it out "
                 "by `inputs`."
             )
+        try:
+            float(value)
+        except OverflowError:
+            # Whole numbers of Python have any size.
+            raise ValueError(
+                f"{where} must have numbers below 1.8e308, got a larger one. Scale the column, or "
+                "leave it out by `inputs`."
+            ) from None
     floats = np.full(len(values), math.nan)
     floats[~missing] = known.astype(np.float64)
+    # Python's booleans are integers too, so this test comes before that of integers.
     if _all_of(known, bool | np.bool_):
         return _Column("flag", floats, missing)
     if _all_of(known, numbers.Integral):
@@ -515,7 +538,9 @@ def _with_test(name: str, train: _Column, test: _Column) -> _Column:
         )
     values = np.concatenate([train.values, test.values])
     # A column of gaps has no kind of its own.
-    kind = test.kind if train.missing.all() else train.kind
+    kind = train.kind
+    if train.missing.all():
+        kind = test.kind
     return _Column(kind, values, np.concatenate([train.missing, test.missing]))
 
 
@@ -529,7 +554,9 @@ def _drawn_for_tests(
     own = np.zeros(number, np.int64)
     if owners is not None:
         own = np.unique(owners, return_inverse=True)[1]
-    order = np.lexsort((np.random.default_rng(seed).random(number), own))
+    # Each owner has its rows in random order, of which the first ones are for tests.
+    draws = np.random.default_rng(seed).random(number)
+    order = np.lexsort((draws, own))
     size = np.bincount(own)
     # Every owner keeps a row for training, and one of several tests on a row.
     wanted = np.minimum(np.maximum(np.rint(share * size), 1), size - 1)
@@ -564,6 +591,7 @@ def _encoding_of(
     # A column without a single value in training rows has no mean.
     if column.kind == "flag" or not len(sample):
         return ColumnEncoding(name, gaps=gaps)
+    # All values of a column may be equal, and a division by 0 would make them NaN.
     deviation = float(sample.std()) or 1.0
     return ColumnEncoding(name, mean=float(sample.mean()), deviation=deviation, gaps=gaps)
 
@@ -598,10 +626,12 @@ def _inputs_of(
     """Yield the inputs that a column becomes, by name."""
     name = encoding.column
     if encoding.categories is None:
+        # The values of gaps may be NaN, which no factor would make 0.
         yield name, np.where(column.missing, 0.0, _scaled(encoding, column.values))
     else:
         unlisted = ~column.missing
         for choice in encoding.categories:
+            # The value of a gap, such as an empty name, might equal a category.
             chosen = ~column.missing & (column.values == choice)
             unlisted &= ~chosen
             yield f"{name}={choice}", chosen

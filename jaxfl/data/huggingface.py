@@ -14,8 +14,10 @@ def _check_splits(name: str, value: Any) -> dict[str, Any]:
 
     A single dataset is the split "train".
     """
-    several = isinstance(value, Mapping) and len(value) > 0
-    splits = dict(value) if several else {"train": value}
+    splits: dict[str, Any] = {"train": value}
+    # An empty mapping has no split to check, so it fails below as a dataset without columns.
+    if isinstance(value, Mapping) and len(value) > 0:
+        splits = dict(value)
     for split in splits.values():
         if not hasattr(split, "column_names") or not hasattr(split, "__getitem__"):
             raise TypeError(
@@ -70,7 +72,9 @@ def from_huggingface(
             f"train must be the name of a split, got {train!r}. "
             f"Choose from {', '.join(map(repr, splits))}."
         )
-    parts = [splits[train]] + ([splits[test]] if test in splits else [])
+    parts = [splits[train]]
+    if test in splits:
+        parts.append(splits[test])
     for name, column in (("owner", owner), ("input", input), ("label", label)):
         for part in parts:
             _check_column_exists(name, column, part.column_names)
@@ -81,9 +85,11 @@ def from_huggingface(
         )
     # An empty split of tests is as good as none.
     parts = [part for part in parts if len(part[owner])]
+    # A column of recent versions of `datasets` is a lazy object, which `list` reads.
     inputs = [_input_array(input, list(part[input])) for part in parts]
     owners = [check_owners("owner", list(part[owner])) for part in parts]
     labels = _label_arrays(label, [list(part[label]) for part in parts])
+    # Without tests, empty arrays have the dtypes and shapes of the training examples.
     if len(parts) == 1:
         for found in (inputs, owners, labels):
             found.append(found[0][:0])
@@ -131,7 +137,9 @@ def _input_array(name: str, values: list[Any]) -> np.ndarray:
     # A picture of one colour has no axis of channels, and a number no axis of features.
     if stacked.ndim in (1, 3):
         stacked = stacked[..., None]
-    return stacked.astype(np.float32) if stacked.dtype.kind == "f" else stacked
+    if stacked.dtype.kind == "f":
+        return stacked.astype(np.float32)
+    return stacked
 
 
 def _label_arrays(name: str, parts: list[list[Any]]) -> list[np.ndarray]:

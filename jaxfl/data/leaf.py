@@ -55,11 +55,15 @@ def from_leaf(folder: str | os.PathLike[str]) -> Dataset:
         Caldas et al. 2019, "LEAF: a benchmark for federated settings" (arXiv:1812.01097).
     """
     root = Path(folder)
-    train = _read_leaf_split(root / "train" if (root / "train").is_dir() else root)
+    train_folder = root
+    if (root / "train").is_dir():
+        train_folder = root / "train"
+    train = _read_leaf_split(train_folder)
     test = _Split([], [], [])
     if (root / "test").is_dir():
         test = _read_leaf_split(root / "test")
     count = len(train.labels)
+    # Both splits are converted as one, so that they get the same form.
     inputs = _inputs(str(folder), train.inputs + test.inputs)
     labels = _classes(str(folder), train.labels + test.labels)
     return from_arrays(
@@ -75,6 +79,7 @@ def from_leaf(folder: str | os.PathLike[str]) -> Dataset:
 
 def _read_leaf_split(folder: Path) -> _Split:
     """Return the examples of all JSON files of a folder, in the order of the files' names."""
+    # The order of `glob` depends on the file system.
     files = sorted(folder.glob("*.json"))
     if not files:
         raise ValueError(
@@ -150,8 +155,11 @@ def _array_or_none(values: list[Any]) -> np.ndarray | None:
     try:
         array = np.array(values)
     except ValueError:
+        # NumPy makes no array of lists that differ in length.
         return None
-    return array if array.dtype.kind in "iuf" else None
+    if array.dtype.kind not in "iuf":
+        return None
+    return array
 
 
 def _classes(folder: str, values: list[Any]) -> Shaped[np.ndarray, "n"]:

@@ -122,6 +122,7 @@ def from_lists(
                 f"{argument} must have one entry for each of the {len(users)} users, got "
                 f"{len(entries)} in {show(entries)}. Give a user for each list."
             )
+    # The decorator has made a dict of the vocabulary, with the number of each token.
     known: Any = vocabulary
     numbers = [_numbers_of(f"tokens[{i}]", text, known) for i, text in enumerate(tokens)]
     if labels is None:
@@ -137,7 +138,9 @@ def from_lists(
             "tokens must have a list of two tokens or more, got shorter ones. "
             "Join the texts of a user."
         )
-    rows = _first_of_each(owner, len(inputs) if most is None else most)
+    if most is None:
+        most = len(inputs)
+    rows = _first_of_each(owner, most)
     train = (inputs[rows], targets[rows])
     test = (inputs[:0], targets[:0])
     return from_arrays(*train, *test, name=name, owner=owner[rows])
@@ -160,8 +163,15 @@ def _numbers_of(
                 f"{where} must be whole numbers if there is no vocabulary, got {show(text)}. "
                 "Give a public `vocabulary`, such as string.printable or a list of words."
             )
+        for token in text:
+            if not isinstance(token, str):
+                raise ValueError(
+                    f"{where} must be a text or a list of words if there is a vocabulary, got "
+                    f"{show(token)} in it. Write every token as a text."
+                )
         return np.array([vocabulary.get(token, UNKNOWN) for token in text], np.int32)
     array = check_array(where, text)
+    # An empty list is valid, although NumPy makes floats of it.
     wrong = array.size and (array.dtype.kind not in "iu" or array.min() < 0)
     if array.ndim != 1 or wrong or array.max(initial=0) >= 2**31:
         raise ValueError(
@@ -178,7 +188,10 @@ def _token_windows(
 
     Positions without a next token have the input 0. A list of one token or none has no window.
     """
-    count = -(-(len(numbers) - 1) // length) if len(numbers) else 0
+    # The last token has no next one, so it predicts nothing.
+    positions = max(len(numbers) - 1, 0)
+    count = -(-positions // length)
+    # The last window may extend beyond the list, where -1 stands for no token.
     padded = np.pad(numbers, (0, length + 1), constant_values=-1)
     rows = padded[np.arange(count)[:, None] * length + np.arange(length + 1)]
     labels = rows[:, 1:]
@@ -194,4 +207,6 @@ def _padded_in_front(numbers: Int[np.ndarray, "t"], length: int) -> Int[np.ndarr
 def _first_of_each(owner: Shaped[np.ndarray, "n"], most: int) -> Int[np.ndarray, "k"]:
     """Return the rows of the first `most` examples of each owner, in ascending order."""
     own = np.unique(owner, return_inverse=True)[1]
-    return np.flatnonzero(places(own, np.argsort(own, kind="stable")) < most)
+    # A stable sort keeps the examples of an owner in their order.
+    order = np.argsort(own, kind="stable")
+    return np.flatnonzero(places(own, order) < most)

@@ -91,17 +91,22 @@ def check_labels(
     """
     labels = check_array(name, labels)
     if labels.ndim != 1 or (length is not None and len(labels) != length):
-        numbers = "whole numbers" if length is None else f"{length} whole numbers"
+        numbers = "whole numbers"
+        if length is not None:
+            numbers = f"{length} whole numbers"
         raise ValueError(
             f"{name} must be a vector of {numbers}, got shape {labels.shape}. "
             "Give one number for each example."
         )
+    # NumPy makes floats of an empty list.
     if labels.size and not np.issubdtype(labels.dtype, np.integer):
         raise ValueError(
             f"{name} must be whole numbers, got {labels.dtype}. "
             f"Convert them, for instance by {name}.astype(np.int32)."
         )
-    most = np.iinfo(np.int32).max if classes is None else classes - 1
+    most = np.iinfo(np.int32).max
+    if classes is not None:
+        most = classes - 1
     wrong = labels[(labels < 0) | (labels > most)]
     if len(wrong):
         if classes is None:
@@ -125,12 +130,16 @@ def check_owners(name: str, owners: Any) -> Shaped[np.ndarray, "n"]:
             f"{name} must be a vector of names or of whole numbers, got {show(owners)}. "
             "Give one owner for each example."
         )
+    # An array of one of these kinds has neither gaps nor a mixture of kinds.
     if array.dtype.kind in "iU":
         return array
     values = array.tolist()
     named = bool(values) and isinstance(values[0], str)
+    kind: Any = numbers.Integral
+    if named:
+        kind = str
     for row, value in enumerate(values):
-        if isinstance(value, bool) or not isinstance(value, str if named else numbers.Integral):
+        if isinstance(value, bool) or not isinstance(value, kind):
             raise TypeError(
                 f"{name} must be all names, or all whole numbers, got {show(value)} in row {row}. "
                 "Convert them, for instance all by str, and drop the rows without an owner."
@@ -165,13 +174,17 @@ def check_targets(name: str, labels: Any, length: int | None = None) -> np.ndarr
     if labels.ndim == 1 and labels.dtype.kind != "f":
         return check_labels(name, labels, length)
     if labels.ndim < 1 or 0 in labels.shape[1:] or (length is not None and len(labels) != length):
-        examples = "example" if length is None else f"of the {length} inputs"
+        examples = "example"
+        if length is not None:
+            examples = f"of the {length} inputs"
         raise ValueError(
             f"{name} must have one row of numbers for each {examples}, got shape {labels.shape}. "
             "Give labels [n] or [n, ...]."
         )
     labels = _in_32_bits(name, labels)
-    return labels if labels.dtype.kind == "f" else labels.astype(np.int32, copy=False)
+    if labels.dtype.kind == "f":
+        return labels
+    return labels.astype(np.int32, copy=False)
 
 
 def check_inputs(name: str, inputs: Any) -> np.ndarray:
@@ -188,12 +201,15 @@ def check_inputs(name: str, inputs: Any) -> np.ndarray:
 
 def _without_booleans(values: np.ndarray, dtype: Any) -> np.ndarray:
     """Return booleans as numbers of a dtype, and other values unchanged."""
-    return values.astype(dtype) if values.dtype.kind == "b" else values
+    if values.dtype.kind != "b":
+        return values
+    return values.astype(dtype)
 
 
 def _in_32_bits(name: str, values: np.ndarray) -> np.ndarray:
     """Require finite numbers, and return them in at most 32 bits."""
     if np.issubdtype(values.dtype, np.integer):
+        # Bytes stay bytes, because pictures of 32 bits would take four times the memory.
         if values.dtype.itemsize < 4 or values.dtype == np.int32:
             return values
         for part in _row_blocks(values):
@@ -236,6 +252,7 @@ def check_rows(name: str, lists: Sequence[np.ndarray], length: int) -> list[Int3
                 f"{name}[{i}] must be a vector of whole numbers, got {rows.dtype} of shape "
                 f"{rows.shape}. Give the row numbers of the examples."
             )
+    # Empty lists are left out, because NumPy makes floats of them, and then of all rows.
     flat = np.concatenate([np.zeros(0, np.int64), *(rows for rows in lists if rows.size)])
     wrong = flat[(flat < 0) | (flat >= length)]
     if wrong.size:
@@ -282,7 +299,8 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset:
     """
     if name == "digits":
         return _digits()
-    name = "emnist/digits" if name == "emnist" else name
+    if name == "emnist":
+        name = "emnist/digits"
     folder = find_prepared(name, data_dir)
     cache = _cache_file(name, folder)
     arrays = _read_cache(cache)
@@ -355,6 +373,7 @@ def from_arrays(
             f"test_inputs must have examples of the dtype and shape of train_inputs, {train_kind}, "
             f"got {test_kind}. Convert or reshape one of them."
         )
+    # Floating numbers, and labels with several axes, are no classes.
     if train_labels.ndim > 1 or train_labels.dtype.kind == "f":
         if classes:
             raise ValueError(
@@ -378,7 +397,9 @@ def from_arrays(
     test_labels = check_labels("test_labels", test_labels, len(test_inputs), classes)
     largest = max(int(train_labels.max()), int(test_labels.max(initial=0)))
     if classes is None and largest >= _MOST_CLASSES:
-        which = "train_labels" if train_labels.max() == largest else "test_labels"
+        which = "test_labels"
+        if train_labels.max() == largest:
+            which = "train_labels"
         raise ValueError(
             f"{which} must be below {_MOST_CLASSES}, got {largest}. Number the classes from 0."
         )
@@ -411,9 +432,11 @@ def _digits() -> Dataset:
     with np.load(Path(__file__).with_name("digits.npz")) as file:
         images = np.rint(file["images"] * (255 / 16)).astype(np.uint8)[..., None]
         labels = file["labels"].astype(np.int32)
+    # The split is a part of the dataset, so its seed is fixed.
     rng = np.random.default_rng(0)
     is_test = np.zeros(len(labels), bool)
     for k in range(10):
+        # A fifth of each class is for tests.
         rows = rng.permutation(np.flatnonzero(labels == k))
         is_test[rows[: round(len(rows) / 5)]] = True
     return Dataset(
@@ -434,6 +457,7 @@ def find_prepared(name: str, data_dir: str | os.PathLike[str] | None) -> Path:
     """
     named = data_dir or os.environ.get("JAXFL_DATA_DIR") or os.environ.get("TFDS_DATA_DIR")
     given = named or "~/tensorflow_datasets"
+    # A home that is not known stays in the path as it was written.
     expanded = os.path.expanduser(given)
     if os.fspath(expanded).startswith("~"):
         raise ValueError(
@@ -442,6 +466,7 @@ def find_prepared(name: str, data_dir: str | os.PathLike[str] | None) -> Path:
         )
     root = Path(expanded).absolute()
     versions = [info.parent for info in (root / name).glob("*/dataset_info.json")]
+    # Folders of unfinished preparations have names of another form.
     versions = [folder for folder in versions if re.fullmatch(r"\d+\.\d+\.\d+", folder.name)]
     if not versions:
         raise ValueError(
@@ -449,6 +474,7 @@ def find_prepared(name: str, data_dir: str | os.PathLike[str] | None) -> Path:
             f"{root / name}/<version>/dataset_info.json. Give another data_dir, set "
             f"JAXFL_DATA_DIR, or use 'digits', which needs no files. {_remedy(name, root)}"
         )
+    # As texts, version 10.0.0 would come before version 9.0.0.
     return max(versions, key=lambda folder: tuple(map(int, folder.name.split("."))))
 
 
@@ -489,8 +515,10 @@ def _read_prepared(name: str, folder: Path) -> dict[str, Any]:
         arrays["classes"] = builder.info.features["label"].num_classes
         return _upright(name, arrays)
     except MemoryError:
+        # A lack of memory is no fault of the copy.
         raise
     except Exception as error:
+        # A name with a configuration is a path of two folders.
         root = folder.parents[name.count("/") + 1]
         reason = str(error).removesuffix(".")
         raise ValueError(
@@ -521,9 +549,11 @@ def _read_split(builder: Any, split: str) -> tuple[np.ndarray, np.ndarray]:
     labels = np.empty(len(source), np.int32)
     try:
         for start in range(0, len(source), _READ_ROWS):
+            # Records are read in blocks, so that few encoded images are in memory.
             records = source.__getitems__(range(start, min(start + _READ_ROWS, len(source))))
             for row, record in enumerate(records, start):
                 image = np.asarray(Image.open(io.BytesIO(record["image"])))
+                # A decoded image of one channel has no axis of channels.
                 if image.dtype != np.uint8 or image.shape not in (shape, shape[:-1]):
                     raise _UnusableError(
                         f"example {row} is {image.dtype} {image.shape}, "
@@ -562,8 +592,9 @@ def _upright(name: str, arrays: dict[str, Any]) -> dict[str, Any]:
     EMNIST's files have transposed images, and labels of letters from 1 to 26, for which TFDS counts
     37 classes. The dict `arrays` is changed and returned, with 26 `classes` for letters.
     """
-    first = 1 if name == "emnist/letters" else 0
-    if first:
+    first = 0
+    if name == "emnist/letters":
+        first = 1
         # TFDS counts 37 classes of letters, but the files have labels from 1 to 26 only.
         arrays["classes"] = 26
     for split in ("train", "test"):
@@ -594,6 +625,7 @@ def _read_cache(cached: str) -> dict[str, Any] | None:
         with opened(cache_folder() / cached) as raw, np.load(raw) as file:
             return {field: file[field] for field in (*Dataset._fields[:4], "classes")}
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error):
+        # The source still has the data, so a cache that cannot be read is no error.
         return None
 
 

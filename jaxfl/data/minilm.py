@@ -47,6 +47,7 @@ PADDING = 0
 text_length = functools.partial(check_count, least=2, most=_POSITIONS)
 """Check of the number of tokens of a text."""
 
+# This is the epsilon of the published network. Flax has a larger one by default.
 _norm = functools.partial(nn.LayerNorm, epsilon=1e-12)
 
 
@@ -81,9 +82,13 @@ class Layer(nn.Module):
             return nn.Dense(WIDTH, name=name)(x).reshape(*x.shape[:2], _HEADS, -1)
 
         query, key, value = (of_heads(name) for name in ("query", "key", "value"))
-        mask = None if real is None else real[:, None, None, :]
+        mask = None
+        if real is not None:
+            # The axes are batch, heads, queries and keys. Padding is a key for no query.
+            mask = real[:, None, None, :]
         attended = nn.dot_product_attention(query, key, value, mask=mask).reshape(x.shape)
         x = _norm(name="attention_norm")(x + nn.Dense(WIDTH, name="out")(attended))
+        # The published network has the exact GELU. Flax approximates it by default.
         hidden = nn.gelu(nn.Dense(_HIDDEN, name="up")(x), approximate=False)
         return _norm(name="norm")(x + nn.Dense(WIDTH, name="down")(hidden))
 
@@ -101,6 +106,7 @@ class _MiniLM(nn.Module):
         # Scaling to norm 1 removes the number of tokens, so the sum serves as the mean.
         total = jnp.sum(jnp.where(real[..., None], x, 0), axis=1)
         norm = jnp.linalg.norm(total, axis=1, keepdims=True)
+        # A text without tokens has the sum 0, which stays 0.
         return total / jnp.where(norm > 0, norm, 1)
 
 
@@ -146,6 +152,7 @@ def _check_texts(name: str, value: Any) -> list[str]:
                 f"{name} must be a sequence of texts, got {show(text)} at {position}. "
                 "Give a list of str."
             )
+        # The tokenizer takes UTF-8, which cannot hold a half of a surrogate pair.
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise ValueError(
                 f"{name} must be texts of Unicode, got a half of a surrogate pair at {position}. "
@@ -191,7 +198,9 @@ def tokenizer() -> Any:
     Raises:
         ValueError: A package is missing, or has another file.
     """
-    cutter = _imported("tokenizers").Tokenizer.from_buffer(_published_content("tokenizer.json"))
+    library = _imported("tokenizers")
+    cutter = library.Tokenizer.from_buffer(_published_content("tokenizer.json"))
+    # The published file also has settings for both, which `minilm_tokens` chooses itself.
     cutter.no_truncation()
     cutter.no_padding()
     return cutter
@@ -236,6 +245,7 @@ def _layer_of(named: Mapping[str, np.ndarray], prefix: str) -> Params:
         named: Published tensors by name.
         prefix: Beginning of the names of the layer's tensors.
     """
+    # PyTorch's kernels are (outputs, inputs), and those of Flax (inputs, outputs).
     dense = {
         own: {"kernel": named[f"{prefix}.{name}.weight"].T, "bias": named[f"{prefix}.{name}.bias"]}
         for own, name in _PUBLISHED_LAYERS.items()
@@ -272,7 +282,9 @@ def _published_content(name: str) -> bytes:
     """
     # Finding the package runs none of its code, unlike importing it.
     found = importlib.util.find_spec(_PACKAGE)
-    path = Path(str(found.origin)).parent / "model.zip" if found else None
+    path = None
+    if found:
+        path = Path(str(found.origin)).parent / "model.zip"
     if path is None or not path.is_file():
         raise ValueError(
             "encoder must have its weights installed, got minilm without the package "
@@ -282,6 +294,7 @@ def _published_content(name: str) -> bytes:
         with zipfile.ZipFile(path) as archive:
             content = archive.read(name)
     except (zipfile.BadZipFile, KeyError):
+        # A damaged archive counts as another file.
         content = b""
     if hashlib.sha256(content).hexdigest() != _PUBLISHED_HASHES[name]:
         raise ValueError(

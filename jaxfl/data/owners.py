@@ -48,6 +48,7 @@ def by_owner(
     """
     train: Any = owner
     test: Any = test_owner
+    # An empty list has no kind of its own, so it gets the kind of the training owners.
     if test is None or not len(test):
         test = train[:0]
     if (train.dtype.kind == "U") != (test.dtype.kind == "U"):
@@ -66,6 +67,7 @@ def by_owner(
     def rows_of(owner: np.ndarray) -> Partition:
         """Return the rows of each client. Examples of owners who are no clients are left out."""
         client = np.searchsorted(large_enough, owner)
+        # An owner who is no client gets the place of another one, or a place behind all of them.
         known = large_enough[np.minimum(client, len(large_enough) - 1)] == owner
         return lists_of(np.where(known, client, -1), len(large_enough))
 
@@ -81,5 +83,6 @@ def places(own: Int[np.ndarray, "n"], order: Int[np.ndarray, "n"]) -> Int[np.nda
     """
     size = np.bincount(own)
     found = np.empty(len(own), np.int64)
+    # The position in `order` counts from the first row of the same owner.
     found[order] = np.arange(len(own)) - np.repeat(np.cumsum(size) - size, size)
     return found

@@ -55,16 +55,21 @@ def iid(
     """
     if clients * (size or 1) > len(labels):
         raise ValueError(_too_few(len(labels), clients, size))
-    dealt = len(labels) if size is None else clients * size
+    dealt = len(labels)
+    if size is not None:
+        dealt = clients * size
     order = np.random.default_rng(seed).permutation(len(labels))
     owner = np.full(len(labels), -1)
+    # Examples are dealt in turn, so that sizes differ by at most one.
     owner[order[:dealt]] = np.arange(dealt) % clients
     return lists_of(owner, clients)
 
 
 def _too_few(examples: int, clients: int, size: int | None) -> str:
     """Return the message that there are too few examples for the clients."""
-    got = f"{clients}" if size is None else f"{clients} with size={size}"
+    got = f"{clients}"
+    if size is not None:
+        got = f"{clients} with size={size}"
     return (
         f"clients must be at most {examples // (size or 1)} for {examples} examples, got {got}. "
         "Give fewer or smaller clients."
@@ -195,6 +200,7 @@ def dirichlet_by_client(
     owner = np.full(len(labels), -1)
     for client in range(clients):
         weights = _proportions(rng, len(rows), alpha)
+        # A class that is used up gives less than its share, and further draws fill the gap.
         while missing := size - np.count_nonzero(owner == client):
             weights = weights * (left > 0)
             if not weights.any():
@@ -202,6 +208,7 @@ def dirichlet_by_client(
                 weights = left / left.sum()
             drawn = np.minimum(rng.multinomial(missing, weights / weights.sum()), left)
             for own, end, count in zip(rows, left, drawn, strict=True):
+                # Rows that are left come first, so each draw takes the last ones of them.
                 owner[own[end - count : end]] = client
             left -= drawn
     return lists_of(owner, clients)
@@ -260,8 +267,11 @@ def label_share(
     rng = np.random.default_rng(seed)
     classes = np.unique(labels)
     num_classes = max(1, round(share * len(classes)))
-    rank = np.argsort(rng.random((clients, len(classes))), axis=1).argsort(axis=1)
+    # The smallest random numbers of a client choose its labels.
+    order = np.argsort(rng.random((clients, len(classes))), axis=1)
+    rank = np.argsort(order, axis=1)
     owned = rank < num_classes
+    # There are enough places, so a label has several owners while another one has none.
     while clients * num_classes >= len(classes) and not owned.any(0).all():
         orphan = owned.sum(0).argmin()
         client, label = _pick(rng, np.argwhere(owned & (owned.sum(0) > 1)))
@@ -330,7 +340,9 @@ def classes_per_client(
     _check_shards("labels", labels, classes, copies)
     if test == "disjoint":
         _check_shards("test_labels", test_labels, classes, copies, ', or test="all"')
-    deal = rng.permutation(np.repeat(np.arange(len(classes)), copies)).reshape(clients, s)
+    shards = np.repeat(np.arange(len(classes)), copies)
+    deal = rng.permutation(shards).reshape(clients, s)
+    # slots[i, k] is the number of shards of class k that client i gets.
     slots = (deal[:, :, None] == np.arange(len(classes))).sum(1)
     if distinct:
         slots = _make_distinct(rng, slots)
@@ -390,13 +402,17 @@ def matching(
     client = np.repeat(np.arange(clients), [len(rows) for rows in train_lists])
     rows = np.concatenate([np.zeros(0, np.int32), *train_lists])
     rng = np.random.default_rng(seed)
+    # Test examples of a class that nobody trains on keep -1.
     owner = np.full(len(test_labels), -1)
+    # Client i has received short[i] test examples fewer than its fair share so far.
     short = np.zeros(clients)
     for k in np.unique(labels[rows]):
         counts = np.bincount(client[labels[rows] == k], minlength=clients)
         pool = rng.permutation(np.flatnonzero(test_labels == k))
+        # Each class here has a training row of a client, so that counts do not sum to 0.
         dealt, rest = np.divmod(len(pool) * counts, counts.sum())
         short += rest / counts.sum()
+        # Only fair shares with a fraction are rounded up, and ties are broken at random.
         order = np.lexsort((rng.random(clients), -short, rest == 0))
         up = order[: len(pool) - dealt.sum()]
         dealt[up] += 1
@@ -430,6 +446,7 @@ def lists_of(owner: Int[np.ndarray, "D"], clients: int) -> Partition:
         owner: Client of each example. -1 stands for an example of no client.
         clients: Number of clients.
     """
+    # A stable sort keeps the rows of a client in ascending order.
     rows = np.argsort(owner, kind="stable").astype(np.int32)
     sizes = np.bincount(owner + 1, minlength=clients + 1)
     # The first part has the examples of no client.
@@ -442,10 +459,12 @@ def _proportions(rng: np.random.Generator, clients: int, alpha: float) -> Float[
     The logarithm of a Gamma(a) variable is drawn as that of a Gamma(a + 1) variable minus an
     exponential variable divided by a. For a small a, the Gamma(a) variable itself would underflow.
     """
+    # Outside of these bounds, logarithms may be infinite, and their differences NaN.
     alpha = float(np.clip(alpha, 1e-300, 1e300))
     gamma = rng.standard_gamma(alpha + 1, clients)
     exponential = rng.standard_exponential(clients)
     logs = np.log(gamma) - exponential / alpha
+    # The largest weight is 1, so the sum is not 0.
     weights = np.exp(logs - logs.max())
     return weights / weights.sum()
 
@@ -467,6 +486,7 @@ def _top_up(rng: np.random.Generator, owner: np.ndarray, clients: int, minimum: 
     take = np.maximum(sizes - level, 0)
     # The surplus is less than the number of givers: a higher level yields too little.
     take[np.flatnonzero(take)[: take.sum() - give.sum()]] -= 1
+    # Each client has its rows in random order, of which it gives the first ones.
     order = rng.permutation(len(owner))
     order = order[np.argsort(owner[order], kind="stable")]
     rank = np.arange(len(owner)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
@@ -490,7 +510,9 @@ def _make_distinct(
             while slots[i, a] > 1:
                 j = _pick(rng, np.flatnonzero(slots[:, a] == 0))
                 new = np.flatnonzero((slots[j] > 0) & (slots[i] == 0))
-                b = _pick(rng, new if len(new) else np.flatnonzero(slots[j] > 1))
+                if not len(new):
+                    new = np.flatnonzero(slots[j] > 1)
+                b = _pick(rng, new)
                 slots[i, [a, b]] += (-1, 1)
                 slots[j, [a, b]] += (1, -1)
     return slots
@@ -513,5 +535,6 @@ def _deal(
         owners = rng.permutation(np.repeat(np.arange(len(slots)), slots[:, k]))
         if len(owners):
             rows = rng.permutation(np.flatnonzero(labels == label))
+            # Owners take turns in random order, so chance decides who has the larger shards.
             owner[rows] = owners[np.arange(len(rows)) % len(owners)]
     return lists_of(owner, len(slots))

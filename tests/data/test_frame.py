@@ -201,6 +201,7 @@ def test_frames_of_pandas_give_what_their_columns_give():
         ({"day": [datetime.date(2020, 1, 1)] * 3}, "frame['day'] must have numbers.*days"),
         ({"x": [1.0, "a", 2.0]}, "frame['x'] must have numbers.*only one of these kinds, got 'a'"),
         ({"x": [1.0, np.inf, 2.0]}, "frame['x'] must have finite numbers"),
+        ({"x": [1, 10**400, 2]}, "frame['x'] must have numbers below 1.8e308, got a larger one"),
         ({"x": [[1], [2, 3], []]}, "frame['x'] must have numbers.*only one of these kinds, got [1]"),
         ({"x": np.zeros((3, 2))}, "frame['x'] must be a vector, got shape (3, 2)"),
         ({"y": [0, None, 1]}, "label must have a value in every row, got 'y' with 1 gaps, first in row 1"),

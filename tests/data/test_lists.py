@@ -70,6 +70,11 @@ def test_users_become_clients_of_a_language_model():
     ("tokens", "options", "message"),
     [
         (["ab"], {}, "tokens[0] must be whole numbers if there is no vocabulary, got 'ab'"),
+        (
+            [["a", []]],
+            {"vocabulary": "abc"},
+            "tokens[0] must be a text or a list of words if there is a vocabulary, got [] in it",
+        ),
         ([[1.5]], {}, "tokens[0] must be a list of whole numbers from 0, got [1.5]"),
         ([[1], [2]], {}, "tokens must have one entry for each of the 1 users, got 2"),
         ([[1, 2]], {"labels": [0, 1]}, "labels must have one entry for each of the 1 users, got 2"),

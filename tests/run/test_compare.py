@@ -12,7 +12,7 @@ import scipy.stats
 from algorithms_table import MODEL, small_clients
 from comparisons import METHODS, SETTING, local, private, row
 
-from jaxfl import Candidate, Comparison, LocalSGD, compare, grid, simulate, spread
+from jaxfl import Candidate, Comparison, LocalSGD, compare, grid, simulate, spread, sweep
 from jaxfl.algorithms import dp_fedavg, fedavg, local_only
 from jaxfl.data import hold_out
 from jaxfl.models import mlp
@@ -214,11 +214,14 @@ def test_the_best_point_is_run_with_every_seed_and_again_from_the_folder(tmp_pat
     chosen = next(
         row for row in found.tuning if row["method"] == "DP-FedAvg" and math.isinf(row["epsilon"])
     )["chosen"]
-    alone = simulate(
-        jax.random.key(1),
-        private(noise_multiplier=0.0, **chosen),
+    # It is the second point of its seed's program, and its draws differ from those of the first.
+    (alone,) = sweep(
+        jax.random.key(1)[None],
+        private,
+        {name: [value] for name, value in chosen.items()} | {"noise_multiplier": [0.0]},
         clients,
         rounds=2,
+        numbers=(1,),
         progress=False,
     )
     own = next(

@@ -32,6 +32,7 @@ def at_an_end(value: Any, tried: Sequence[Any]) -> bool:
 
     Only grids of at least three different numbers have ends.
     """
+    # Booleans are integers in Python, but make no grid.
     numbers = all(isinstance(one, int | float) and not isinstance(one, bool) for one in tried)
     return numbers and len(set(tried)) > 2 and value in (min(tried), max(tried))
 
@@ -85,7 +86,10 @@ class Comparison(NamedTuple):
             ValueError: The rows have no such column of numbers.
         """
         values = self._values(method, epsilon, column)
+        if not len(values):
+            return math.nan, math.nan
         mean = float(np.mean(values))
+        # NumPy would warn about the deviation of a single value.
         if len(values) < 2:
             return mean, math.nan
         return mean, float(np.std(values, ddof=1))
@@ -115,12 +119,16 @@ class Comparison(NamedTuple):
             )
         found = []
         for method, epsilon in self.cells:
-            other = epsilon if (reference, epsilon) in self.cells else math.inf
+            other = epsilon
+            if (reference, epsilon) not in self.cells:
+                other = math.inf
             if method == reference or (reference, other) not in self.cells:
                 continue
             own = self._by_seed(method, epsilon)
             theirs = self._by_seed(reference, other)
+            # Only seeds that both methods have make pairs.
             gains = np.array([own[seed] - theirs[seed] for seed in own if seed in theirs])
+            # A run whose updates were all dropped has the score NaN.
             if not gains.size or np.isnan(gains).any():
                 continue
             mean = float(gains.mean())
@@ -206,6 +214,7 @@ class Comparison(NamedTuple):
         Raises:
             ValueError: Matplotlib is not installed.
         """
+        # Only methods that send nothing state an epsilon of 0.
         sends = {row["method"] for row in self.rows if row["stated"] != 0}
         return plots.comparison(self.intervals(), self.headline, sends)
 
@@ -219,8 +228,11 @@ class Comparison(NamedTuple):
         rows = _of_cell(self.rows, method, epsilon)
         missing = _of_cell(self.missing, method, epsilon)
         if not rows:
-            return [missing[-1]["reason"]] if missing else []
+            if not missing:
+                return []
+            return [missing[-1]["reason"]]
         shares = [row.get("dropped", 0.0) for row in rows]
+        # A share of 1 stands for a run whose updates were all dropped.
         untrained = shares.count(1.0)
         if untrained == len(rows):
             return [ALL_DROPPED]
@@ -267,6 +279,7 @@ class Comparison(NamedTuple):
             OSError: The file does not exist, or is no regular file.
         """
         try:
+            # Python's JSON reads Infinity, which epsilons may be.
             return cls(**json.loads(read(pathlib.Path(path))))
         except (ValueError, TypeError) as error:
             raise ValueError(
@@ -292,7 +305,9 @@ class Comparison(NamedTuple):
 
         None as `column` stands for the headline metric.
         """
-        name = self.headline if column is None else column
+        name = column
+        if name is None:
+            name = self.headline
         rows = _of_cell(self.rows, method, epsilon)
         if any(not isinstance(row.get(name), int | float) for row in rows):
             raise ValueError(
@@ -305,6 +320,7 @@ class Comparison(NamedTuple):
         cells = [*self.cells, *((row["method"], row["epsilon"]) for row in self.missing)]
         epsilons = sorted({epsilon for _, epsilon in cells})
         head = [column or self.headline, *("∞" if math.isinf(e) else f"{e:g}" for e in epsilons)]
+        # A method without any run has a line too, which says why.
         tuned = [row["method"] for row in self.tuning]
         methods = dict.fromkeys([*tuned, *(method for method, _ in cells)])
         lines = [[name, *(self._cell(name, e, column) for e in epsilons)] for name in methods]
@@ -329,8 +345,12 @@ class Comparison(NamedTuple):
             return notes or "–"
         # Bytes are large, and have no decimals.
         digits = ",.0f" if mean >= 1000 else ".3f"
-        text = f"{mean:{digits}}" if math.isnan(std) else f"{mean:{digits}} ± {std:{digits}}"
-        return f"{text} ({notes})" if notes else text
+        text = f"{mean:{digits}}"
+        if not math.isnan(std):
+            text += f" ± {std:{digits}}"
+        if notes:
+            text += f" ({notes})"
+        return text
 
 
 def _of_cell(rows: Sequence[Row], method: str, epsilon: float) -> list[Row]:

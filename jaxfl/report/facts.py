@@ -34,6 +34,7 @@ def in_words(code: str) -> str:
     >>> in_words("clients.labels"), in_words("values.clip"), in_words("point.2.mechanism.clip")
     ('labels', 'values of clip', 'point 2: mechanism.clip')
     """
+    # The rest of the code is that of a single run's fact.
     if point := re.fullmatch(r"point\.(\d+)\.(.*)", code):
         return f"point {point[1]}: {in_words(point[2])}"
     if values := re.fullmatch(r"values\.(.*)", code):

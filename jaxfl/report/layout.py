@@ -73,4 +73,5 @@ def checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
         for path in folder.iterdir()
         if _ROUNDS.fullmatch(path.name) and kind(path) == "a folder"
     ]
+    # As texts, 10 would come before 9.
     return sorted(found, key=lambda path: int(path.name))

@@ -69,6 +69,7 @@ def series(index: int) -> Look:
     (['#0072B2', '#0072B2'], ['o', '^'])
     """
     turn, place = divmod(index, SERIES)
+    # Steps of 3 reach all 8 markers, so a pair of colour and marker recurs only after 8 turns.
     marker = _MARKERS[(place + 3 * turn) % len(_MARKERS)]
     return {"color": COLORS[place], "marker": marker, "linestyle": _DASHES[turn % len(_DASHES)]}
 
@@ -87,6 +88,7 @@ def looks(names: Iterable[str]) -> dict[str, Look]:
     >>> looks(["mine", "DP-FedAvg"])["DP-FedAvg"] == looks(["dp_fedavg"])["dp_fedavg"]
     True
     """
+    # The names are read several times, which some iterables do not allow.
     names = list(dict.fromkeys(names))
     known = {name: method for name in names if (method := _method(name)) in METHODS}
     for name in names:

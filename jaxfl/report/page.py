@@ -45,6 +45,7 @@ def _check_client_columns(name: str, value: Any) -> dict[str, list[Any]]:
     )
     if not isinstance(value, Mapping):
         raise error
+    # Arrays of objects keep Python's types, so a list of texts and numbers stays as it is.
     columns = {title: np.asarray(column, object).tolist() for title, column in value.items()}
     for title, cells in columns.items():
         known = isinstance(title, str) and isinstance(cells, list)
@@ -152,6 +153,7 @@ def _collect_run(folder: pathlib.Path, own_columns: Columns) -> dict[str, Any]:
         "last": rows[-1],
         "by_round": [row.values() for row in rows],
         "panels": {name: functools.partial(plots.alone, draw) for name, draw in panels.items()},
+        # A public report lacks this column.
         "dropped": sum(row.get("nonfinite") or 0 for row in rows),
         "meanings": {name: text for name, text in layout.COLUMNS.items() if name in rows[-1]},
         "statement": statement,
@@ -181,7 +183,9 @@ def _collect_sweep(
         headline = _first_metric(rows)
         scores = [rows[-1].get(name) for name in ("round", headline, f"{headline}_worst10")]
         statement = _load_json(point / layout.PRIVACY)
-        epsilon = statement["honest"]["aggregate"]["epsilon"] if statement else None
+        epsilon = None
+        if statement:
+            epsilon = statement["honest"]["aggregate"]["epsilon"]
         lines.append([point.name, *scores, epsilon])
     title = f"{folder.name}: {len(points)} points"
     return {"title": title, "headline": headline, "points": lines}
@@ -195,7 +199,9 @@ def _collect_comparison(folder: pathlib.Path) -> dict[str, Any]:
     without_noise = [method for method, epsilon in found.cells if epsilon == math.inf]
     # Every epsilon of the other methods has a difference to such a reference.
     reference = next(iter([*silent, *without_noise, *methods]), None)
-    differences = found.differences(reference) if reference else []
+    differences = []
+    if reference:
+        differences = found.differences(reference)
     columns = list(dict.fromkeys(name for row in found.rows for name in row))
     results = []
     notes = []
@@ -240,9 +246,12 @@ def _cell_name(method: str, epsilon: float) -> str:
 
 def _statement_of(row: Row, folder: pathlib.Path) -> dict[str, Any]:
     """Return the privacy statement of a row's run, or {} if the run is not inside the folder."""
+    # The file of a comparison may name any path, but the page shows only what its folder holds.
     run = folder / str(row.get("run", ""))
     inside = run != folder and run.resolve().is_relative_to(folder.resolve())
-    return _load_json(run / layout.PRIVACY) if inside else {}
+    if not inside:
+        return {}
+    return _load_json(run / layout.PRIVACY)
 
 
 def _choice(row: Row) -> list[Any]:
@@ -259,7 +268,9 @@ def _choice(row: Row) -> list[Any]:
         grids.append(f"{name}: {text}")
     chosen = []
     for name, value in row["chosen"].items():
-        mark = "*" if at_an_end(value, row["points"][name]) else ""
+        mark = ""
+        if at_an_end(value, row["points"][name]):
+            mark = "*"
         chosen.append(f"{name} {in_short(value)}{mark}")
     return [row["method"], row["epsilon"], "; ".join(grids), "; ".join(chosen), row["rounds"]]
 
@@ -322,6 +333,7 @@ def _client_scores(
         _check_lengths(own_columns, 0)
         return {}
     _check_lengths(own_columns, len(arrays["test_size"]))
+    # Scores have an axis of evaluations, of which the last one counts.
     scores = {name: values[-1] for name, values in arrays.items() if np.ndim(values) == 2}
     tested = arrays["test_size"] > 0
     values = np.where(tested, scores[headline], np.nan)
@@ -384,6 +396,7 @@ def _newest_facts(folder: pathlib.Path) -> dict[str, Any]:
     empty.
     """
     own = layout.checkpoints(folder / layout.CHECKPOINTS)
+    # In reverse, the run's own checkpoints come before those of its sweep.
     for path in reversed([*layout.checkpoints(folder.parent / layout.CHECKPOINTS), *own]):
         # The reports may be intact even if a checkpoint is damaged.
         with contextlib.suppress(ValueError):
@@ -398,6 +411,7 @@ def _load_metrics(folder: pathlib.Path) -> list[Row]:
     def parse(path: pathlib.Path) -> list[Row]:
         rows = [json.loads(line) for line in read(path).splitlines()]
         if not rows or not all(isinstance(row, dict) and "round" in row for row in rows):
+            # The caller turns this error into one that names the file.
             raise LookupError("round")
         return rows
 
@@ -411,13 +425,17 @@ def _first_metric(rows: Sequence[Row]) -> str:
 
 def _load_json(path: pathlib.Path) -> dict[str, Any]:
     """Return the JSON object in a run's file, or {} if there is no such file."""
+    if not is_regular(path):
+        return {}
     # The stars raise an error unless the content is an object.
-    return _load(path, lambda path: {**json.loads(read(path))}) if is_regular(path) else {}
+    return _load(path, lambda path: {**json.loads(read(path))})
 
 
 def _load_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
     """Return the arrays in a run's file by name, or {} if there is no such file."""
-    return _load(path, read_arrays) if is_regular(path) else {}
+    if not is_regular(path):
+        return {}
+    return _load(path, read_arrays)
 
 
 def _load(path: pathlib.Path, parse: Callable[[pathlib.Path], Any]) -> Any:
@@ -428,6 +446,7 @@ def _load(path: pathlib.Path, parse: Callable[[pathlib.Path], Any]) -> Any:
     """
     try:
         return parse(path)
+    # A damaged file may have any content, and raise any of these.
     except (OSError, ValueError, LookupError, TypeError, RecursionError, MemoryError) as error:
         raise ValueError(
             f"{str(path)!r} must be a file as a run wrote it, got a damaged one "
@@ -466,4 +485,6 @@ def in_short(value: Any) -> str:
         return "∞"
     if isinstance(value, float):
         return f"{value:.4g}"
-    return value if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value)

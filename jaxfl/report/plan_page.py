@@ -24,7 +24,9 @@ _MARK = b'<meta name="generator" content="jaxfl plan">'
 
 
 def _check_plans(name: str, value: Any) -> list[Plan]:
-    plans = list(value) if isinstance(value, Sequence) else []
+    plans: list[Any] = []
+    if isinstance(value, Sequence):
+        plans = list(value)
     if not plans or not all(isinstance(each, Plan) for each in plans):
         raise TypeError(
             f"{name} must be plans, got {show(value)}. Give the result of jaxfl.privacy.plan."
@@ -69,6 +71,7 @@ def check_page(name: str, value: Any) -> pathlib.Path:
     """
     page = pathlib.Path(check_path(name, value))
     check_folder(name, page.parent)
+    # The folder may not exist yet, so its nearest parent that does is asked.
     folder = next(each for each in page.absolute().parents if each.exists())
     if not os.access(folder, os.W_OK):
         raise ValueError(
@@ -108,9 +111,11 @@ def _collect(plans: Sequence[Plan]) -> dict[str, Any]:
         "fewest rounds from one participation to the next": first.separation,
         "clients keep a state": "yes" if first.stateful else "no",
     }
+    # Plans may share needs, which the page lists once, in their order.
     needed = dict.fromkeys(need for each in plans for need in each.needs)
     not_covered = dict(NOT_COVERED)
     for each in plans:
+        # Each kind of noise has its own limits of precision.
         not_covered |= PRECISION[each.mechanism.noise]
     return {
         "title": f"Privacy plan for {first.clients:,} clients",
@@ -139,6 +144,7 @@ def _row(each: Plan) -> list[Any]:
     It has the kind, the needs, epsilon, its theorem, the noise multiplier, the error, and the
     mechanism with its sampling.
     """
+    # Both are upper bounds, so the smaller one holds.
     tightest = min(each.pld, each.rdp, key=lambda bound: bound.value)
     kind, *numbers = each.mechanism.sampling.describe().items()
     sampling = ", ".join([str(kind[1]), *(f"{name} {in_short(value)}" for name, value in numbers)])

@@ -79,6 +79,7 @@ def style() -> Iterator[None]:
     """
     if not available():
         raise ValueError(MISSING)
+    # Matplotlib is optional, and most programs draw nothing.
     import matplotlib
 
     with matplotlib.rc_context(_STYLE):
@@ -125,6 +126,7 @@ def save(figure: Figure, path: str | os.PathLike) -> None:
             f"path must end with one of {', '.join(_FORMATS)}, got {str(path)!r}. "
             "Give for instance 'figure.pdf'."
         )
+    # Dates would make equal pictures different files.
     dates = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
     with style(), replacing(path) as temporary:
         figure.savefig(temporary, format=kind, metadata=dates.get(kind))
@@ -142,6 +144,7 @@ def svg(figure: Figure, name: str) -> str:
     with style():
         figure.savefig(text, format="svg", transparent=True, metadata=metadata)
     prefix = re.sub(r"\W", "-", name)
+    # The head of an XML file, its metadata and its comments have no place in a page.
     around = r"^.*?(?=<svg )|<metadata>.*?</metadata>|<!--.*?-->"
     element = re.sub(around, "", text.getvalue(), flags=re.DOTALL)
     element = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}-", element)
@@ -311,6 +314,7 @@ def interval(values: Sequence[float] | np.ndarray, confidence: float = 0.95) -> 
     count = len(values)
     if count < 2:
         return np.full(values.shape[1:], math.nan)
+    # The interval is the mean plus or minus t s / sqrt(S), with S - 1 degrees of freedom.
     error = values.std(0, ddof=1) / math.sqrt(count)
     return scipy.stats.t.ppf((1 + confidence) / 2, count - 1) * error
 
@@ -335,9 +339,12 @@ def comparison(
     columns = min(2, len(parts))
     rows = math.ceil(len(parts) / columns)
     with style():
-        width = DOUBLE if columns == 2 else 1.3 * SINGLE
+        width = 1.3 * SINGLE
+        if columns == 2:
+            width = DOUBLE
         figure = new_figure(width, 2.6 * rows)
         grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
+        # An odd number of parts leaves the last panel of two columns empty.
         for axes in grid.ravel()[len(parts) :]:
             axes.set_axis_off()
         for axes, names in zip(grid.ravel(), parts, strict=False):
@@ -364,6 +371,7 @@ def against_epsilon(
     """
     lines, noisy = _by_noise(found)
     epsilons = sorted({e for points in found.values() for e in points if math.isfinite(e)})
+    # Infinity needs a place if a curve reaches it, or if there are only lines.
     if not noisy or any(math.inf in found[name] for name in noisy):
         epsilons.append(math.inf)
     places = {e: i for i, e in enumerate(epsilons)}
@@ -373,11 +381,14 @@ def against_epsilon(
         shift = 0.05 * (i - (len(noisy) - 1) / 2)
         horizontal = [places[e] + shift for e, _ in points]
         mean, half = zip(*(value for _, value in points), strict=True)
+        # A single seed has no interval, so its bar has length 0.
         axes.errorbar(horizontal, mean, np.nan_to_num(half), label=name, **styles[name])
     for name in lines:
         ((mean, half),) = found[name].values()
         color = styles[name]["color"]
-        dash = "--" if name in sends else ":"
+        dash = ":"
+        if name in sends:
+            dash = "--"
         axes.axhline(mean, color=color, linestyle=dash, label=name)
         if math.isfinite(half):
             axes.axhspan(mean - half, mean + half, color=color, alpha=0.12, linewidth=0)
@@ -487,6 +498,7 @@ def legend_above(axes: Axes) -> None:
 
 def _legend(axes: Axes, **options: Any) -> None:
     handles, labels = axes.get_legend_handles_labels()
+    # The largest last value comes first, because it is at the top of the panel.
     order = sorted(range(len(labels)), key=lambda i: -_end(handles[i]))
     if labels:
         axes.legend([handles[i] for i in order], [labels[i] for i in order], **options)
@@ -498,10 +510,17 @@ def _end(handle: Any) -> float:
     Args:
         handle: Entry of a legend. That of a curve with error bars is a tuple.
     """
-    line = handle[0] if isinstance(handle, tuple) else handle
-    values = np.asarray(line.get_ydata(), float) if hasattr(line, "get_ydata") else np.zeros(0)
+    line = handle
+    if isinstance(handle, tuple):
+        line = handle[0]
+    # Bands and bars have no curve.
+    if not hasattr(line, "get_ydata"):
+        return -math.inf
+    values = np.asarray(line.get_ydata(), float)
     known = values[np.isfinite(values)]
-    return float(known[-1]) if known.size else -math.inf
+    if not known.size:
+        return -math.inf
+    return float(known[-1])
 
 
 def _draw_score(axes: Axes, rows: Sequence[MetricsRow], headline: str) -> None:
@@ -515,6 +534,7 @@ def _draw_score(axes: Axes, rows: Sequence[MetricsRow], headline: str) -> None:
     central = column(rows, f"central_{headline}")
     drawn = np.concatenate([mean, worst, central])
     if _are_shares(drawn):
+        # A standard deviation may reach beyond 0 and 1, but a share cannot.
         low = np.clip(low, 0, 1)
         high = np.clip(high, 0, 1)
     band = "± std over clients"

@@ -96,6 +96,7 @@ def membership(
     model = algorithm.model
     sizes = {"train": np.asarray(clients.train_size), "test": np.asarray(clients.test_size)}
     capacities = capacities_of(sizes["train"])
+    # With one shard, lists lose their padding, so the losses of clients follow one another.
     clients, states = jax.tree.map(jnp.asarray, (shard(clients, 1), result.states))
     broadcast = getattr(server, "params", None)
     # The clients' models follow from the `decay` of the last round.
@@ -103,7 +104,10 @@ def membership(
 
     def uploaded(index: Int[Array, ""], key: Key[Array, ""]) -> Params:
         def own(table: Float[Array, "#C"]) -> Float[Array, ""]:
-            return table[index if len(table) > 1 else 0]
+            # A single entry holds for all clients.
+            if len(table) == 1:
+                return table[0]
+            return table[index]
 
         noise = None
         if algorithm.dp_sgd is not None:
@@ -121,6 +125,7 @@ def membership(
                 f"of must be 'personal' for {algorithm.name!r}, which sends no update of all "
                 f"parameters, got {of!r}. Give of='personal'."
             )
+        # The attacker sees what a client sends: a bounded update with the client's own noise.
         bounded, _ = clip(message.update, mechanism.update_bound(memory))
         noise_std = jnp.asarray(mechanism.client_noise_table, jnp.float32)[-1]
         sender = Participant(index, own(noise_std))
@@ -135,7 +140,9 @@ def membership(
 
         return by_capacity(capacities, clients.train_size[index], params_of)
 
-    params_of_client = uploaded if of == "upload" else personal
+    params_of_client = personal
+    if of == "upload":
+        params_of_client = uploaded
 
     def add(index: Int[Array, ""], found: Losses) -> Losses:
         params = params_of_client(index, jax.random.fold_in(key, index))
@@ -185,6 +192,7 @@ def _auc(inside: Float[np.ndarray, "n"], outside: Float[np.ndarray, "m"]) -> flo
     if not len(inside) or not len(outside):
         return float("nan")
     ordered = np.sort(outside)
+    # The nonmembers between the two positions have equal loss, and count by half.
     left = np.searchsorted(ordered, inside, "left")
     right = np.searchsorted(ordered, inside, "right")
     above = len(ordered) - (left + right) / 2
@@ -205,4 +213,5 @@ def _tpr(
     """
     if not len(inside) or not len(outside):
         return float("nan")
+    # The comparison is strict, so ties with the threshold do not raise the rate.
     return float(np.mean(inside < np.sort(outside)[int(rate * len(outside))]))

@@ -91,6 +91,7 @@ class _Bar(Progress):
         self.done = done
         if figures is not None:
             self.figures = figures
+        # Before any work is done, the pace is not known.
         left = "-:--:--"
         if done > self.base:
             pace = (time.monotonic() - self.since) / (done - self.base)
@@ -136,7 +137,8 @@ def progress_bar(name: str, rounds: int, show: bool, start: int = 0) -> Iterator
             if done == start:
                 bar.base = float(done)
                 bar.since = time.monotonic()
-                state += f", from round {start}" if start else ""
+                if start:
+                    state += f", from round {start}"
             bar.move(float(done), state, figures)
 
         update(start, "starting")
@@ -167,6 +169,7 @@ class SharedBar:
                 shown = ": ".join(filter(None, [state, figures]))
                 self._bar.move(self._before + work * done / rounds, name, shown)
 
+            # Rounds from a folder take no time, so they must not count for the pace.
             self._bar.base += work * start / rounds
             update(start, "from its folder" if start else "starting")
             return update
@@ -176,6 +179,7 @@ class SharedBar:
             yield
         finally:
             _SHARED.reset(token)
+        # A part that raised an error does not get here, and does not count.
         self._before += work
         self.say(name)
 
@@ -211,6 +215,7 @@ def shown_epsilon(rows: Sequence[Mapping[str, float | int]]) -> str:
         rows: Last row of metrics of each run.
     """
     client = max(row["epsilon"] for row in rows)
+    # Rows lack this column without private local steps.
     example = max(row.get("epsilon_example", math.inf) for row in rows)
     if math.isinf(client) and math.isfinite(example):
         return f"epsilon {example:.3g} (example)"

@@ -103,8 +103,10 @@ class CandidateRuns:
 
     def point(self, index: int, noise_multiplier: float) -> PointToRun:
         """Return a point with its noise, if the method takes any."""
-        noise = {"noise_multiplier": noise_multiplier} if self.method.private else {}
-        return PointToRun(index, self.method.point(index) | noise)
+        values = self.method.point(index)
+        if self.method.private:
+            values = values | {"noise_multiplier": noise_multiplier}
+        return PointToRun(index, values)
 
     def shown(self, index: int) -> dict[str, Any]:
         """Return the arguments of a point as JSON, with texts for other values."""
@@ -132,7 +134,10 @@ class CandidateRuns:
             parted: Participants and newcomers of each seed.
             epsilons: Number of target epsilons.
         """
-        levels = epsilons if self.method.private else 1
+        # A method that takes no noise has one level, at the epsilon infinity.
+        levels = 1
+        if self.method.private:
+            levels = epsilons
         tuning = 0.0
         if self.tuned:
             tuning = self.trained(held_out, self.rounds, levels * self.method.num_points)
@@ -167,6 +172,7 @@ class CandidateRuns:
             levels = {math.inf: 0.0}
             if self.method.private:
                 options = self._noise(clients)
+                # All points have the same noise, so an error names the method alone.
                 with _naming(self.name, {}):
                     levels = {epsilon: _noise_of(epsilon, options) for epsilon in epsilons}
             self.levels[clients] = levels
@@ -178,6 +184,7 @@ class CandidateRuns:
             ValueError: Points differ in epsilon at one noise multiplier.
         """
         delta = self.algorithm.terms.delta
+        # Equal numbers give equal epsilons, so no epsilon need be computed here.
         exposed = [_exposed(one.mechanism, clients, self.rounds) for one in self.algorithms]
         other_delta = any(algorithm.terms.delta != delta for algorithm in self.algorithms)
         if other_delta or any(not np.array_equal(one, exposed[0]) for one in exposed):
@@ -203,6 +210,7 @@ class CandidateRuns:
         points = [self.point(index, 1.0) for index in range(self.method.num_points)]
         different = {_signature(clients): clients for clients in newcomers}.values()
         for group in self.groups(points).values():
+            # Points of a group differ only in numbers, so their functions have the same shapes.
             algorithm = self.algorithms[group[0]]
             for clients in different:
                 with _naming(self.name, self.method.point(group[0])):
@@ -239,12 +247,17 @@ class CandidateRuns:
         if newcomers is None or not self.sends_nothing:
             return self.run(bar, points, participants, seed, name, rounds, newcomers=newcomers)
         found = self.run(bar, points, participants, seed, name, rounds)
+        # Participants share nothing with newcomers here, who therefore train in a run of their own.
         alone = self.run(bar, points, newcomers, seed, f"{name}, unseen", rounds)
         headline = self.algorithm.model.task.headline
         scored = []
         for (result, folder), (own, _) in zip(found, alone, strict=True):
-            score = math.nan if own is None else own.metrics[-1][headline]
-            scored.append((None if result is None else _with_unseen(result, score), folder))
+            score = math.nan
+            if own is not None:
+                score = own.metrics[-1][headline]
+            if result is not None:
+                result = _with_unseen(result, score)
+            scored.append((result, folder))
         return scored
 
     def states(self, clients: int, index: int = 0) -> list[jax.ShapeDtypeStruct]:
@@ -265,6 +278,7 @@ class CandidateRuns:
         found: dict[str, list[int]] = {}
         fixed = [name for name in self.method.points if name in self.fixed]
         for position, (index, values) in enumerate(points):
+            # Values such as models may have no hash, so texts name the groups.
             texts = [f"{name}={self.texts[name][index]}" for name in fixed]
             if "noise_multiplier" in self.fixed & values.keys():
                 texts.append(f"noise_multiplier={values['noise_multiplier']}")
@@ -301,14 +315,18 @@ class CandidateRuns:
         """
         results: list[tuple[Result | None, str]] = [(None, "")] * len(points)
         for text, group in self.groups(points).items():
-            states = self.states(clients.num_clients, points[group[0]][0])
+            first = points[group[0]]
+            states = self.states(clients.num_clients, first.index)
             size = sum(leaf.size * leaf.dtype.itemsize for leaf in states)
+            # A method without states has size 0, and all of its points fit.
             at_once = max(1, _STATE_BYTES // max(1, size))
             count = math.ceil(len(group) / at_once)
             waiting = [part.tolist() for part in np.array_split(group, count)]
             while waiting:
                 part = waiting.pop(0)
-                of_group = "" if len(part) == len(group) else f"points {part[0]} to {part[-1]}"
+                of_group = ""
+                if len(part) < len(group):
+                    of_group = f"points {part[0]} to {part[-1]}"
                 label = ", ".join(filter(None, [name, text, of_group]))
                 work = self.trained(clients.num_clients, rounds, len(part))
                 with bar.part(f"{self.name}: {label}", work):
@@ -320,6 +338,7 @@ class CandidateRuns:
                     # The halves train the same clients again.
                     bar.skip(-work)
                     waiting[:0] = [half.tolist() for half in np.array_split(part, 2)]
+                # A part without results waits again in halves, or its only point is left out.
                 for position, result in zip(part, found or [], strict=False):
                     results[position] = result
         return results
@@ -352,9 +371,12 @@ class CandidateRuns:
         """
         points_text = _points_text([self.shown(index) for index, _ in points])
         which = f"methods[{self.name!r}], {label}, {points_text}"
-        folder = None if self.root is None else self.root / self.name / label
+        folder: pathlib.Path | None = None
+        if self.root is not None:
+            folder = self.root / self.name / label
         try:
             columns = self.open([values for _, values in points])
+            # Points of several programs have one key, and their numbers make their noise differ.
             found = sweep(
                 jnp.broadcast_to(key_of(seed), (len(points),)),
                 self.build(points[0][1]),
@@ -362,6 +384,7 @@ class CandidateRuns:
                 clients,
                 rounds=rounds,
                 folder=folder,
+                # No table needs the clients' states.
                 keep_states=False,
                 numbers=numbers,
                 **{"eval_every": every or rounds} | self.options,
@@ -369,6 +392,7 @@ class CandidateRuns:
             if newcomers is not None:
                 found = self._served(found, points, newcomers, seed, rounds)
         except KeyboardInterrupt as stop:
+            # The message says which of the many runs would resume.
             stop.args = (f"{which}: {stop}",)
             raise
         except Exception as error:
@@ -386,6 +410,7 @@ class CandidateRuns:
         if folder is not None and self.root is not None:
             names = names_of_points(columns, len(points))
             folders = [(folder / one).relative_to(self.root).as_posix() for one in names]
+        # Nothing needs the servers from here on, but results may stay in memory for long.
         without_server = [result._replace(server=()) for result in found]
         return list(zip(without_server, folders, strict=True))
 
@@ -401,6 +426,7 @@ class CandidateRuns:
         columns = self.open([values for _, values in points])
         method = Points(self.build(points[0][1]), _floats(columns))
         servers = jax.device_get([result.server for result in results])
+        # The points of a program share the shapes of their servers.
         stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *servers)
         keys = jnp.broadcast_to(key_of(seed), (len(points),))
         options = {name: self.options.get(name) for name in ("chunk", "devices")}
@@ -417,7 +443,9 @@ class CandidateRuns:
     def build(self, values: Mapping[str, Any]) -> Callable[..., Algorithm]:
         """Return the method's builder with a point's fixed arguments bound to their values."""
         fixed = {name: value for name, value in values.items() if name in self.fixed}
-        return functools.partial(self.method.build, **fixed) if fixed else self.method.build
+        if not fixed:
+            return self.method.build
+        return functools.partial(self.method.build, **fixed)
 
     def open(self, points: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
         """Return the column of numbers of each open argument."""
@@ -454,6 +482,7 @@ def prepared_runs(
     for index in range(method.num_points):
         with _naming(name, method.point(index)):
             algorithms.append(check_instance("build(...)", method.at(index), (Algorithm,)))
+    # A point must run with constants before tracing decides which of them can be inputs.
     with _naming(name, method.point(0)):
         check_algorithm(algorithms[0], different[0], rounds)
     fixed = _fixed(method, different[0], rounds)
@@ -480,11 +509,14 @@ def prepared_runs(
 
 def _fixed(method: Candidate, clients: Clients, rounds: int) -> frozenset[str]:
     """Return the names of the fixed arguments (see `CandidateRuns`), by tracing the method."""
-    values = method.point(0) | ({"noise_multiplier": 1.0} if method.private else {})
+    values = method.point(0)
+    if method.private:
+        values = values | {"noise_multiplier": 1.0}
 
     def numeric(column: Sequence[Any]) -> bool:
         return all(isinstance(one, int | float) and not isinstance(one, bool) for one in column)
 
+    # The noise multiplier has no column, but is a number too.
     numbers = [name for name in values if numeric(method.points.get(name, [0.0]))]
     traced = functools.partial(_traced, clients=clients, rounds=rounds)
 
@@ -503,7 +535,8 @@ def _fixed(method: Candidate, clients: Clients, rounds: int) -> frozenset[str]:
     if numbers and not works(numbers):
         open_names = [name for name in numbers if works([name])]
         # Arguments that can be open one by one may still not be open together.
-        open_names = open_names if open_names and works(open_names) else []
+        if open_names and not works(open_names):
+            open_names = []
     return frozenset(values.keys() - set(open_names))
 
 
@@ -511,6 +544,7 @@ def _traced(algorithm: Algorithm, clients: Clients, rounds: int) -> jax.Array:
     """Trace an algorithm in a round, except for the sums over clients, and return a 0."""
     update = check_algorithm(algorithm, clients, rounds)
     memory = algorithm.mechanism.init(key_of(0), lambda: update, clients.num_clients)
+    # A sampler may need its numbers as constants, for instance the size of a cohort.
     algorithm.mechanism.draw(key_of(0), memory, jnp.int32(0), clients.num_clients)
     return jnp.zeros(())
 
@@ -518,19 +552,25 @@ def _traced(algorithm: Algorithm, clients: Clients, rounds: int) -> jax.Array:
 def _signature(clients: Clients) -> tuple:
     """Return what decides whether a model fits.
 
-    This is the number of clients, shapes, dtypes, and the least and the largest label.
+    This is the number of clients, shapes, dtypes, and the least and the largest of all labels, and
+    of inputs that are whole numbers.
     """
-    inputs = clients.inputs
+    inputs = np.asarray(clients.inputs)
     labels = np.asarray(clients.labels)
-    ends = (labels.min().item(), labels.max().item()) if labels.size else ()
-    return (
-        clients.num_clients,
-        inputs.shape[1:],
-        str(inputs.dtype),
-        labels.shape[1:],
-        str(labels.dtype),
-        ends,
-    )
+    signature = [clients.num_clients, _ends(labels)]
+    # Whole numbers may index a table of the model, whose rows they must not exceed.
+    if np.issubdtype(inputs.dtype, np.integer):
+        signature.append(_ends(inputs))
+    for array in (inputs, labels):
+        signature += [array.shape[1:], str(array.dtype)]
+    return tuple(signature)
+
+
+def _ends(array: np.ndarray) -> tuple:
+    """Return the least and the largest number of an array, or nothing for an empty one."""
+    if not array.size:
+        return ()
+    return array.min().item(), array.max().item()
 
 
 def common_task(runs: Sequence[CandidateRuns]) -> Any:
@@ -567,9 +607,12 @@ def _naming(name: str, point: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        known = isinstance(error, TypeError | ValueError)
-        text = str(error) if known else f"{type(error).__name__}: {error}"
-        kind = TypeError if isinstance(error, TypeError) else ValueError
+        text = str(error)
+        if not isinstance(error, TypeError | ValueError):
+            text = f"{type(error).__name__}: {error}"
+        kind: type[Exception] = ValueError
+        if isinstance(error, TypeError):
+            kind = TypeError
         raise kind(f"{_where(name, point)}: {text}") from error
 
 

@@ -51,8 +51,11 @@ class Candidate(NamedTuple):
     @property
     def private(self) -> bool:
         """Whether the method takes noise, which no partial has fixed."""
-        fixed = self.build.keywords if isinstance(self.build, functools.partial) else {}
-        return "noise_multiplier" in inspect.signature(self.build).parameters.keys() - fixed.keys()
+        names = set(inspect.signature(self.build).parameters)
+        # The signature of a partial still has the arguments that it fixes by name.
+        if isinstance(self.build, functools.partial):
+            names.difference_update(self.build.keywords)
+        return "noise_multiplier" in names
 
     @property
     def num_points(self) -> int:
@@ -66,8 +69,9 @@ class Candidate(NamedTuple):
 
     def at(self, index: int) -> Algorithm:
         """Return the algorithm of a point, with a noise multiplier of 1 if it takes noise."""
-        noise = {"noise_multiplier": 1.0} if self.private else {}
-        return self.build(**self.point(index), **noise)
+        if self.private:
+            return self.build(**self.point(index), noise_multiplier=1.0)
+        return self.build(**self.point(index))
 
 
 def grid(**axes: Any) -> dict[str, list[Any]]:
@@ -92,6 +96,7 @@ def grid(**axes: Any) -> dict[str, list[Any]]:
             f"{empty[0]} must have at least one value, got {axes[empty[0]]!r}. "
             "Add one value, or leave the argument out."
         )
+    # The product comes as points, and is turned into columns.
     points = itertools.product(*columns.values())
     return {name: list(column) for name, column in zip(columns, zip(*points), strict=True)}
 
@@ -126,6 +131,7 @@ def spread(num_points: int, **axes: Any) -> dict[str, list[float]]:
     low, high = np.log(list(axes.values())).T
     # The first point of the sequence is the origin, which is skipped.
     sequence = scipy.stats.qmc.Halton(len(axes), scramble=False).fast_forward(1)
+    # Points are drawn between logarithms, which makes the scale logarithmic.
     points = np.exp(low + sequence.random(num_points) * (high - low))
     columns = zip(axes, points.T, strict=True)
     return {name: [float(f"{value:.6g}") for value in column] for name, column in columns}
@@ -146,6 +152,7 @@ def _check_column(name: str, value: Any) -> list[Any]:
         raise TypeError(
             f"{name} must be a list of values, got {show(value)}. Give a list, even of one value."
         )
+    # Numbers of NumPy become Python's own, which JSON can hold.
     column = [plain(item) for item in value]
     for item in column:
         if isinstance(item, complex) or (isinstance(item, float) and math.isnan(item)):
@@ -173,6 +180,7 @@ def check_methods(name: str, value: Any) -> dict[str, Candidate]:
                 f"{name} must have different names, got {method!r} and {other}, which may be the "
                 "same in a folder. Choose another name."
             )
+        # No later method may have this name, in any case or Unicode form.
         reserved[_name_in_folder(method)] = repr(method)
     return {
         method: _check_candidate(f"{name}[{method!r}]", candidate)
@@ -241,6 +249,7 @@ def texts_of(column: Sequence[Any]) -> list[str]:
             label = getattr(value, "name", getattr(value, "__name__", type(value).__name__))
         first = text = re.sub(r"[^\w.+-]+", "-", str(label))[:60]
         again = 2
+        # Different values need different texts, because folders bear them.
         while text in texts.values():
             text = f"{first} {again}"
             again += 1
@@ -253,4 +262,7 @@ def _identity(value: Any) -> Any:
 
     Other values have equal keys only if they are the same object.
     """
-    return (type(value), value) if is_json_value(value) else id(value)
+    if not is_json_value(value):
+        return id(value)
+    # The numbers 1 and True are equal and have one hash, so the key names the type.
+    return type(value), value

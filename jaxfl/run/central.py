@@ -61,6 +61,7 @@ def by_global_model(algorithm: Algorithm, needed: str) -> Algorithm:
     def personalize(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> Params:
         return shared_params(algorithm, server, needed)
 
+    # An evaluation calls `personalize` alone, so the other functions stay as they are.
     return algorithm._replace(personalize=personalize)
 
 
@@ -101,10 +102,12 @@ class Central:
     ) -> None:
         needed = "central must be None for"
         self.client = central_client("central", data)
+        # This call is only for its error, because the state that it gets has shapes alone.
         shared_params(first, check_examples("central", first, self.client), needed)
         scored_method: Any = scored_by_global_model(method, needed)
         scored = first_made(scored_method)
         self.population = on_one_device(scored, self.client, devices)
+        # The cache keeps the program beyond the run, so the program must not hold the run's arrays.
         bare = described(self.population)
         self._program = cached_program(
             ("central", key_of_method(scored), bare),
@@ -121,7 +124,11 @@ class Central:
         """
         # The run may use several devices, and the server's state lies on all of them.
         here = everywhere(self.population.mesh, jax.device_get(server))
-        found = jax.device_get(self._program(1)(key, here, States.of(())))
+        # The global model needs no client's state, so the states have no leaves.
+        no_states = States.of(())
+        evaluation = self._program(1)
+        found = jax.device_get(evaluation(key, here, no_states))
+        # The last axis counts clients, of which there is one. Points have an axis before it.
         return jax.tree.map(lambda leaf: leaf[..., 0], found)
 
     def facts(self) -> fingerprint.Facts:

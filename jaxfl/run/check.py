@@ -50,6 +50,7 @@ def check_clients(name: str, value: Any) -> Clients:
     ValueError or TypeError names the field that does not fit.
     """
     clients = check_instance(name, value, (Clients,))
+    # The checks below would convert a list, but the run uses inputs and labels as they are.
     for field, array in clients._asdict().items():
         if isinstance(array, list | tuple):
             raise TypeError(
@@ -63,7 +64,8 @@ def check_clients(name: str, value: Any) -> Clients:
     for split in ("train", "test"):
         lists = _check_lists(f"{name}.{split}", getattr(clients, split))
         size = check_array(f"{name}.{split}_size", getattr(clients, f"{split}_size"))
-        num_clients = len(lists) if num_clients is None else num_clients
+        if num_clients is None:
+            num_clients = len(lists)
         if len(lists) != num_clients or not num_clients:
             raise ValueError(
                 f"{name}.{split} must hold lists of {num_clients or 1} clients, got {len(lists)}. "
@@ -75,6 +77,7 @@ def check_clients(name: str, value: Any) -> Clients:
                 f"shape {size.shape}. Give each client a size."
             )
         rows = lists.flat
+        # A list ends where the next one starts, and the last one ends with the rows.
         room = np.diff(lists.start, append=len(rows))
         if size.min() < 0 or (size > room).any():
             raise ValueError(
@@ -87,7 +90,11 @@ def check_clients(name: str, value: Any) -> Clients:
                 f"{rows.max()}. Give positions in {name}.inputs."
             )
         checked |= {split: lists, f"{split}_size": size}
-    shape = np.shape(clients.train.flat if isinstance(clients.train, Lists) else clients.train)
+    # `Lists.of` gives one entry even to a matrix [C, 0], so the matrix itself is asked.
+    stored: Any = clients.train
+    if isinstance(stored, Lists):
+        stored = stored.flat
+    shape = np.shape(stored)
     if not shape[-1]:
         raise ValueError(
             f"{name}.train must have room for at least one row, got shape {shape}. "
@@ -211,10 +218,12 @@ def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> Tree
         check_instance("algorithm.dp_sgd", algorithm.dp_sgd, (DPSGD,)).check_fits(
             clients.num_clients
         )
+    # Traces need the key's shape only.
     key = jax.eval_shape(lambda: key_of(0))
     params = _check_model(algorithm.model, clients, key)
     _, server, client, data = given_to_client(algorithm, clients)
 
+    # A schedule in a client's optimizer shows only while `client_update` is traced.
     with restarted() as schedules:
         returned = _trace("client_update", algorithm.client_update, key, server, client, data)
     if schedules:
@@ -226,6 +235,7 @@ def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> Tree
             f"client_update must return a jaxfl.Message first, got {_tree_text(message)}. "
             "Return jaxfl.Message(update)."
         )
+    # Clipping scales an update, and noise is added to it, so its numbers cannot be whole.
     for path, leaf in jax.tree.leaves_with_path(message.update):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             where = f"message.update{jax.tree_util.keystr(path)}"
@@ -233,11 +243,13 @@ def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> Tree
                 f"client_update must return floating numbers in {where}, got {leaf.dtype}. "
                 "Convert them to float32."
             )
+    # The engine averages each entry over the participants.
     if not isinstance(info, dict) or any(leaf.shape != () for leaf in info.values()):
         raise ValueError(
             f"client_update must return info as a dict of single numbers, got {_tree_text(info)}. "
             "Give each number the shape ()."
         )
+    # The names become columns of the metrics.
     if wrong := [name for name in info if not isinstance(name, str) or not name.isidentifier()]:
         raise ValueError(
             f"client_update must give info by identifiers, got {wrong[0]!r}. "
@@ -245,6 +257,7 @@ def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> Tree
         )
     _check_same("client_update", "the client's state", after, client, "init makes")
 
+    # The aggregate of a round has the shapes of one client's update.
     stepped = _trace("server_update", algorithm.server_update, server, message.update)
     _check_same("server_update", "the server's state", stepped, server, "init makes")
     _check_personal(algorithm, params, key, server, client, data)
@@ -281,6 +294,7 @@ def check_state(name: str, value: Any, expected: Tree) -> Tree:
     remedy = "Give the state that a run of this method left, for these clients."
     try:
         shapes = jax.eval_shape(lambda state: state, value)
+    # A Python integer of more bits than its dtype has overflows.
     except (TypeError, OverflowError):
         raise TypeError(f"{name} must be arrays, got {show(value)}. {remedy}") from None
     if jax.tree.structure(shapes) != jax.tree.structure(expected):
@@ -350,6 +364,7 @@ def _data_of_one(clients: Clients, noise: StepNoise | None = None) -> ClientData
     )
     size, start = _of_one((shapes.train_size, shapes.train.start))
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
+    # Results have the same shapes for all capacities of a population, so the largest one serves.
     largest = max(1, int(np.max(clients.train_size)))
     store = shapes.inputs, shapes.labels, shapes.train.flat
     return ClientData(*store, size, scalar, noise, scalar, start, largest)
@@ -394,6 +409,7 @@ def check_examples(name: str, algorithm: Algorithm, clients: Clients) -> Tree:
     try:
         _check_model(algorithm.model, clients, key)
     except ValueError as error:
+        # The check names fields of clients, but the caller gave examples under another name.
         reason = str(error).replace("clients.", f"{name}.")
         raise ValueError(
             f"{name} must have examples for the method's network, got others: {reason}"
@@ -412,6 +428,7 @@ def _check_model(model: Model, clients: Clients, key: Any) -> Tree:
         )
     dtype = _canonical(clients.inputs.dtype)
     subject = f"model={model.name!r} with inputs {dtype}{shape}"
+    # A batch of 1 would not show whether a network keeps the axis of examples.
     batch = jax.ShapeDtypeStruct((2, *shape), dtype)
     params = _trace(f"{subject}: init", model.init, key)
     outputs = _trace(
@@ -446,6 +463,7 @@ def _check_task(task: Task, outputs: Any, labels: Any) -> None:
     for name, metric in task.metrics.items():
         subject = f"task={task.name!r}: metrics[{name!r}]"
         sums = _trace(f"{subject}.sums", metric.sums, outputs, labels, weights)
+        # An evaluation carries the sums through a loop, so merging must keep their shapes.
         merged = _trace(f"{subject}.merge", metric.merge, sums, sums)
         _check_same(f"{subject}.merge", "sums", merged, sums, f"{subject}.sums returns")
         value = _trace(f"{subject}.value", metric.value, sums)
@@ -471,6 +489,7 @@ def _trace(name: str, function: Callable, *arguments: Any) -> Any:
     """Return the shapes that a function returns, or raise a ValueError that names the function."""
     try:
         return jax.eval_shape(function, *arguments)
+    # The function may be the user's own, and may raise anything.
     except Exception as error:
         argument_texts = ", ".join(_tree_text(argument) for argument in arguments)
         raise ValueError(
@@ -481,12 +500,14 @@ def _trace(name: str, function: Callable, *arguments: Any) -> Any:
 def _cause(error: Exception) -> str:
     """Return the kind and the message of an error, with a remedy if one is known."""
     cause = f"{type(error).__name__}: {str(error).removesuffix('.')}."
+    # Optax gives no loss to an optimizer that needs one, which Python reports in these words.
     if "update_fn() missing" in cause:
         return f"{cause} {_OPTIMIZER_REMEDY}"
     return cause
 
 
 def _check_returned(name: str, value: Any, parts: tuple[str, ...]) -> tuple:
+    # A NamedTuple, such as a message alone, is no tuple of all results.
     if type(value) is tuple and len(value) == len(parts):
         return value
     raise ValueError(
@@ -523,10 +544,14 @@ def _tree_text(tree: Tree) -> str:
     """Return a tree as text, with the dtype and shape of each leaf, cut after 300 characters."""
 
     def described(leaf: Any) -> Any:
-        return _Text(f"{leaf.dtype}{leaf.shape}") if hasattr(leaf, "dtype") else leaf
+        if hasattr(leaf, "dtype"):
+            return _Text(f"{leaf.dtype}{leaf.shape}")
+        return leaf
 
     text = str(jax.tree.map(described, tree))
-    return text if len(text) <= 300 else f"{text[:300]}..."
+    if len(text) <= 300:
+        return text
+    return f"{text[:300]}..."
 
 
 class _Text(str):

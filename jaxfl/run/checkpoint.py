@@ -77,10 +77,13 @@ class Checkpoints:
                 another plan now. If the plan keeps no client states, this state is the last one,
                 and all others are removed.
         """
+        # This process wrote or read this state already.
         if rounds == self._intact:
             return
         first = jax.process_index() == 0
-        attempt = self._start() if first else 0
+        attempt = 0
+        if first:
+            attempt = self._start()
         # The other processes wait here for process 0.
         attempt = int(processes.maximum(attempt)[0])
         unfinished = self._folder / _unfinished(attempt)
@@ -100,8 +103,11 @@ class Checkpoints:
             # A damaged checkpoint may have the name.
             _remove(own)
             _check_own(own)
+            # The rename is atomic, so only a complete checkpoint has a number as its name.
             unfinished.rename(own)
-            previous = self._intact if schedule.states else rounds
+            previous = self._intact
+            if not schedule.states:
+                previous = rounds
             # Older states go only now, after the new one has its final name.
             for other in {*self._steps()} - {rounds, previous}:
                 _remove(self._folder / str(other))
@@ -158,8 +164,12 @@ class Checkpoints:
 
     def newest(self) -> str:
         """Return the newest state's path as text, or "none". Known damaged states do not count."""
-        steps = self._steps() if self._intact is None else [self._intact]
-        return str(self._folder / str(steps[-1])) if steps else "none"
+        if self._intact is not None:
+            return str(self._folder / str(self._intact))
+        steps = self._steps()
+        if not steps:
+            return "none"
+        return str(self._folder / str(steps[-1]))
 
     def ends(self, rounds: int) -> bool:
         """Return whether the newest state has `rounds` rounds, by its name alone."""
@@ -173,6 +183,7 @@ class Checkpoints:
             # The folder may be missing, or may hold other files.
             with contextlib.suppress(OSError):
                 self._folder.rmdir()
+        # The other processes wait until the files are gone.
         processes.maximum(0)
 
     @property
@@ -185,7 +196,9 @@ class Checkpoints:
 
     def _check_same(self) -> None:
         """Require that all processes have the same folder and facts, or raise a ValueError."""
-        newest = (self._steps() or [0])[-1] if self._folder.exists() else -1
+        newest = -1
+        if self._folder.exists():
+            newest = max(self._steps(), default=0)
         # float32 represents 24 bits exactly.
         digest = int(_of_json([self._fingerprint, self._plan])[:6], 16)
         # A maximum of negative numbers is a minimum, so one exchange finds both ends.
@@ -226,6 +239,7 @@ class Checkpoints:
             extends = planned.rounds < self._plan.rounds
             stored = content["fingerprint"]
             current = self._fingerprint
+            # Rounds and evaluations count as facts unless this call extends the run.
             if not extends:
                 stored = stored | _lengths(planned)
                 current = current | _lengths(self._plan)
@@ -257,6 +271,7 @@ class Checkpoints:
             # The fingerprint does not cover Orbax, another version of which may raise anything.
             cause = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
             raise DamagedError(f"it cannot be read ({cause})") from error
+        # The stored dict is flat, so the structure comes from the blank state.
         leaves = [state[name] for name in _by_name(like)]
         return jax.tree.unflatten(jax.tree.structure(like), leaves), schedule
 
@@ -271,7 +286,9 @@ def _unfinished(attempt: int) -> str:
 
     The number of the attempt exceeds 1 if files of other programs have the earlier attempts' names.
     """
-    return _UNFINISHED if attempt == 1 else f"{_UNFINISHED}-{attempt}"
+    if attempt == 1:
+        return _UNFINISHED
+    return f"{_UNFINISHED}-{attempt}"
 
 
 def _is_ours(path: pathlib.Path) -> bool:
@@ -302,13 +319,17 @@ def _remove(path: pathlib.Path) -> None:
 def _resumable(stored: Facts, current: Facts) -> str:
     """Return the remedy that keeps the stored run, or "" if there is none."""
     to_resume = how_to_resume(stored, current)
-    return f"{to_resume}. For a new run, choose another folder" if to_resume else ""
+    if not to_resume:
+        return ""
+    return f"{to_resume}. For a new run, choose another folder"
 
 
 def _listed(damaged: list[str]) -> str:
     """Return the first few damaged checkpoints, and the number of the others, as text."""
-    rest = [f"and {len(damaged) - _SHOWN} more"] if len(damaged) > _SHOWN else []
-    return "; ".join(damaged[:_SHOWN] + rest)
+    texts = damaged[:_SHOWN]
+    if len(damaged) > _SHOWN:
+        texts.append(f"and {len(damaged) - _SHOWN} more")
+    return "; ".join(texts)
 
 
 def _manifest(folder: pathlib.Path, layout: int | None) -> Facts:
@@ -324,6 +345,7 @@ def _manifest(folder: pathlib.Path, layout: int | None) -> Facts:
     """
     path = folder / _MANIFEST
     content: Facts = {}
+    # A damaged file may have any content, and raise any of these.
     with contextlib.suppress(
         OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError, MemoryError
     ):
@@ -332,6 +354,7 @@ def _manifest(folder: pathlib.Path, layout: int | None) -> Facts:
             content = found
     if {"plan", "round"} <= content.keys() and content["fingerprint"].get("format") == layout:
         return content
+    # An earlier version had no manifest, but a folder of this name.
     if content or (kind(path) is None and (folder / "fingerprint").is_dir()):
         raise ValueError(
             f"folder must hold a run of this version of jaxfl, got {str(folder.parent.parent)!r} "

@@ -70,6 +70,7 @@ def _check_epsilons(name: str, value: Any) -> tuple[float, ...]:
 def _check_population(name: str, value: Any) -> Callable[[int], Clients]:
     if callable(value):
         return value
+    # Callers get a function in any case, so that they need not distinguish the two.
     fixed = check_clients(name, value)
     return lambda seed: fixed
 
@@ -167,9 +168,12 @@ def compare(
             f"tuning_seed must not be among seeds={show(seeds)}, got {tuning_seed}. "
             "Give other seeds, or another tuning_seed."
         )
-    root = None if folder is None else pathlib.Path(folder)
+    root: pathlib.Path | None = None
+    if folder is not None:
+        root = pathlib.Path(folder)
     assert callable(clients)
     population = _population(clients, validation, seeds, tuning_seed, unseen)
+    # One bar shows all runs, so no run has a bar of its own.
     shared: dict[str, Any] = {**options, "progress": False}
     runs = [
         prepared_runs(name, method, population.trained, rounds, root, shared)
@@ -180,6 +184,7 @@ def compare(
         of_method.check_newcomers(population.newcomers)
     if any(one.tuned for one in runs):
         _check_validated(population.held_out, validation)
+    # The bar needs the work of all methods before the first of them runs.
     work = sum(
         one.work(population.held_out.num_clients, population.by_seed.values(), len(epsilons))
         for one in runs
@@ -247,11 +252,14 @@ def _population(
     """Draw and check the clients of the tuning and of each seed, and leave out the newcomers."""
 
     def parts(drawn: Clients, seed: int) -> Split:
-        return leave_out(drawn, unseen, seed=seed) if unseen else (drawn, None)
+        if not unseen:
+            return drawn, None
+        return leave_out(drawn, unseen, seed=seed)
 
     if isinstance(validation, float):
         scored = f"{100 * validation:g}% of each client's training examples"
         drawn = check_clients(f"clients({tuning_seed})", clients(tuning_seed))
+        # Tuning leaves out its own share of the clients, as each seed does.
         participants, _ = parts(drawn, tuning_seed)
         held_out = hold_out(participants, validation, seed=tuning_seed)
     else:
@@ -286,7 +294,8 @@ def _protocol(
     unseen: float,
 ) -> str:
     """Return the protocol in words, for a caption."""
-    points = " or ".join(map(str, sorted({method.num_points for method in methods.values()})))
+    counts = sorted({method.num_points for method in methods.values()})
+    points = " or ".join(map(str, counts))
     protocol = (
         f"{points} points of each method and epsilon, each tried once (seed {tuning_seed}) on "
         f"{scored}; the best over seeds {', '.join(map(str, seeds))}. No epsilon covers tuning."
@@ -323,10 +332,15 @@ def _compare_method(
     tables.tuning.extend(named | choice.row for choice in choices)
     tables.missing.extend(named | lost for choice in choices for lost in choice.missing)
     chosen = [(choice, choice.index) for choice in choices if choice.index is not None]
-    rounds = chosen[0][0].rounds if chosen else 0
+    rounds = 0
+    if chosen:
+        # Choices differ in rounds only if nothing is sent, and then there is a single one.
+        rounds = chosen[0][0].rounds
     for seed, (participants, newcomers) in population.by_seed.items():
+        # Seeds may differ in their numbers of participants, and each number has its own noise.
         levels = runs.levels[participants.num_clients]
         points = [runs.point(index, levels[choice.epsilon]) for choice, index in chosen]
+        # The plan had a run of all rounds for each epsilon.
         planned = runs.work_of_seed(participants, newcomers, runs.rounds, len(levels))
         bar.skip(planned - runs.work_of_seed(participants, newcomers, rounds, len(chosen)))
         results = runs.final(bar, points, participants, newcomers, seed, rounds)
@@ -346,7 +360,9 @@ def _row_of(result: Result, folder: str, public: bool) -> Row:
     # The epsilon of the metrics would replace the target.
     row.pop("epsilon", None)
     row |= _share_dropped(result, public)
-    return row | {"run": folder} if folder else row
+    if not folder:
+        return row
+    return row | {"run": folder}
 
 
 class _Choice(NamedTuple):
@@ -383,14 +399,20 @@ def _tuned(
     if not runs.tuned:
         only = {"chosen": runs.shown(0), "rounds": rounds, "points": runs.columns, "scores": {}}
         return [_Choice(epsilon, 0, rounds, {"epsilon": epsilon} | only, []) for epsilon in levels]
+    # The points of all epsilons share programs. Those of one epsilon follow one another.
     points = [runs.point(index, level) for level in levels.values() for index in range(num_points)]
-    every = math.ceil(rounds / _TUNING_EVALUATIONS) if runs.sends_nothing else rounds
+    # Only the last round may be chosen if rounds cost privacy.
+    every = rounds
+    first = -1
+    if runs.sends_nothing:
+        every = math.ceil(rounds / _TUNING_EVALUATIONS)
+        first = 0
     found = runs.run(bar, points, clients, seed, "tuning", rounds, every)
     results = [result for result, _ in found]
-    # Only the last round may be chosen if rounds cost privacy.
-    first = 0 if runs.sends_nothing else -1
     tables = [[] if result is None else result.metrics[first:] for result in results]
+    # A point that did not fit in memory has no rows, and all others have the same rounds.
     numbers = [int(row["round"]) for row in max(tables, key=len)] or [rounds]
+    # Without rows, the scores of a point stay NaN, so that it is never chosen.
     scores = np.full((len(results), len(numbers)), np.nan)
     headline = runs.algorithm.model.task.headline
     for own, rows in zip(scores, tables, strict=True):
@@ -421,10 +443,13 @@ def _best_point(
         public: Whether the report is public.
     """
     task = runs.algorithm.model.task
-    sign = -1 if task.lower_is_better else 1
+    sign = 1
+    if task.lower_is_better:
+        sign = -1
     dropped = np.array([0.0 if result is None else result.dropped for result in results])
     allowed = np.isfinite(scores) & (dropped < 1)[:, None]
     utility = np.where(allowed, sign * scores, -np.inf)
+    # Ties go to the first point, and then to its earliest round.
     best, at = (int(place) for place in np.unravel_index(np.argmax(utility), scores.shape))
     lost = [index for index, result in enumerate(results) if result is None]
     blank = {"epsilon": epsilon, "seed": None}
@@ -440,7 +465,10 @@ def _best_point(
         row["dropped"] = dropped.tolist()
     if allowed.any():
         return _Choice(epsilon, best, rounds[at], row, missing)
-    reason = _NO_MEMORY if lost else _NO_SCORE
+    reason = _NO_SCORE
+    if lost:
+        reason = _NO_MEMORY
+    # A point may have a score although all its updates were dropped, so this reason comes first.
     if (dropped == 1).any():
         reason = ALL_DROPPED
     _LOG.warning("methods[%r] at epsilon=%g has no point to choose: %s", runs.name, epsilon, reason)
@@ -453,8 +481,9 @@ def _share_dropped(result: Result, public: bool) -> Row:
 
     A public report has the share only if all updates were dropped.
     """
-    known = result.dropped == 1 if public else result.dropped > 0
-    return {"dropped": result.dropped} if known else {}
+    if not result.dropped or (public and result.dropped < 1):
+        return {}
+    return {"dropped": result.dropped}
 
 
 def _stated_epsilon(statement: Mapping[str, Any]) -> float | None:
@@ -465,4 +494,6 @@ def _stated_epsilon(statement: Mapping[str, Any]) -> float | None:
     if not statement["communicates"]:
         return 0.0
     epsilon = float(statement["honest"]["aggregate"]["epsilon"])
-    return epsilon if math.isfinite(epsilon) else None
+    if not math.isfinite(epsilon):
+        return None
+    return epsilon

@@ -100,6 +100,7 @@ def traffic_by_point(algorithms: Sequence[Algorithm], clients: Clients) -> list[
     update = jax.make_jaxpr(first.client_update, return_shape=True)
     program, (message, *_) = update(*arguments)
     use = jax.make_jaxpr(first.personalize)(*arguments)
+    # The programs show which arrays of the server's state their results depend on.
     down = _whole_bytes(_bits_read(program.jaxpr, count))
     served = _whole_bytes(_bits_read(use.jaxpr, count))
     sent = [_bits_sent(algorithm, message, clients.num_clients) for algorithm in algorithms]
@@ -121,6 +122,7 @@ def _bits_sent(algorithm: Algorithm, message: Message, clients: int) -> float | 
     mechanism = algorithm.mechanism
 
     def contribution(message: Message) -> Tree:
+        # Only shapes matter, so key, sender and scale may be any.
         key = key_of(0)
         memory = mechanism.init(key, lambda: message.update, clients)
         one = jnp.ones(())
@@ -137,8 +139,11 @@ def _bits_sent(algorithm: Algorithm, message: Message, clients: int) -> float | 
     if sparse is None or not mechanism.sparse:
         return dense * bits
     coordinates = _size(message.update)
+    # What the mechanism adds to an update is never sparse.
     off_zero = dense - coordinates + float(sparse.values(message.update))
-    bitmap = 0 if sparse.public else coordinates
+    bitmap = coordinates
+    if sparse.public:
+        bitmap = 0
     return min(dense * bits, off_zero * bits + bitmap)
 
 
@@ -153,7 +158,9 @@ def _bits_read(program: core.Jaxpr, count: int) -> int:
         program: Program of a function of a key, the server's state, and more.
         count: Number of arrays of the server's state.
     """
+    # Without dead code, the program reads an array only if an output depends on it.
     needed, is_read = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))
+    # The program without dead code has lost the inputs that it does not read.
     arrays = iter(needed.invars)
     read = [next(arrays) if needs else None for needs in is_read]
     # The first argument is the key.
@@ -164,6 +171,7 @@ def _bits_read(program: core.Jaxpr, count: int) -> int:
 def _bits_of(program: core.Jaxpr, array: core.Var) -> int:
     """Return the bits of a program's input, or of the slices if the program reads only these."""
     whole = _bits(array.aval)
+    # An input that is returned as it is appears in no operation.
     if any(array is out for out in program.outvars):
         return whole
     found = 0
@@ -172,17 +180,21 @@ def _bits_of(program: core.Jaxpr, array: core.Var) -> int:
         inner = operation.params.get("jaxpr")
         if not places:
             continue
+        # An array that is an index of another one is read whole.
         if operation.primitive.name in _SLICES and places == [0]:
             found += sum(_bits(out.aval) for out in operation.outvars)
         elif operation.primitive.name in ("jit", "pjit") and inner is not None:
             found += sum(_bits_of(inner.jaxpr, inner.jaxpr.invars[i]) for i in places)
         else:
             return whole
+    # Slices may overlap, so their sum may exceed the array.
     return min(whole, found)
 
 
 def _bits(shape: Any) -> int:
-    return shape.size * (1 if shape.dtype == bool else 8 * shape.dtype.itemsize)
+    if shape.dtype == bool:
+        return shape.size
+    return shape.size * 8 * shape.dtype.itemsize
 
 
 def _check_speed(name: str, value: Any) -> Float[np.ndarray, "#C"]:
@@ -299,14 +311,18 @@ def deployment_cost(
     if period is not None:
         seconds = period * np.arange(1, len(present) + 1)
     elif clock is not None:
+        # A client that does not take part delays nobody.
         slowest = np.where(present, clock.seconds(algorithm, clients), 0.0).max(axis=1)
         seconds = np.cumsum(slowest)
     rows = []
     for row in result.metrics:
+        # Rounds count from 1, and entries of the cumulative sums from 0.
         last = int(row["round"]) - 1
+        broadcast = round(broadcasts[last] * sent.down)
+        served = clients.num_clients * sent.served
         cost: dict[str, float | int] = {
             "total_up": int(updates[last]) * sent.up,
-            "total_down": round(broadcasts[last] * sent.down) + clients.num_clients * sent.served,
+            "total_down": broadcast + served,
         }
         if seconds is not None:
             cost["hours"] = float(seconds[last]) / 3600
@@ -315,10 +331,11 @@ def deployment_cost(
 
 
 def _check_costs(name: str, value: Any) -> dict[str, Sequence[Mapping[str, float | int]]]:
-    tables = value.values() if isinstance(value, Mapping) else ()
-    listed = all(map(is_listed, tables))
-    rows = [row for rows in tables for row in rows] if listed else []
+    rows = []
+    if isinstance(value, Mapping) and all(map(is_listed, value.values())):
+        rows = [row for table in value.values() for row in table]
     known = [isinstance(row, Mapping) and "total_up" in row for row in rows]
+    # Without any row there would be nothing to draw.
     if not known or not all(known):
         raise TypeError(
             f"{name} must be rows by name, got {show(value)}. "

@@ -1,7 +1,7 @@
 """Scores of clients and of central test sets, by what a run left or by a trained model."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -40,6 +40,7 @@ _CLIENTS_AT_ONCE = 32
 
 def _check_tested(name: str, value: Any) -> Clients | Dataset:
     """Require clients, or a central test set, and return `Clients` or a `Dataset`."""
+    # Clients are a tuple too, by their class.
     if isinstance(value, Dataset | tuple) and not isinstance(value, Clients):
         return check_data(name, value)
     return check_clients(name, value)
@@ -143,6 +144,7 @@ def evaluate(
         evaluation = _of_model(server, tested)
     else:
         evaluation = _of_run(algorithm, server, tested, key, states, rounds)
+        # No client of the run owns a central test set, so the global model scores it.
         if tested is clients:
             _check_states(evaluation, tested)
         else:
@@ -159,11 +161,13 @@ def evaluate(
         frozen=evaluation.frozen,
     )
     sizes = np.asarray(tested.test_size)
-    return summarize(scores, sizes, evaluation.method.model.task.metrics), scores
+    row = summarize(scores, sizes, evaluation.method.model.task.metrics)
+    return row, scores
 
 
 def _of_model(trained: TrainedModel, tested: Clients) -> _Evaluation:
     """Return the evaluation of all clients by one model, whose weights are the server's state."""
+    # No round calls this method. Its server's state is the model, and so are all personal models.
     method = Algorithm(
         name="trained",
         model=trained.model,
@@ -204,6 +208,7 @@ def _of_run(
             "key must be the key or the seed of the run, got None. Give it, or give the run's "
             "result as `server`."
         )
+    # Without a number of rounds, learning rates are those of the first round.
     return _Evaluation(algorithm, server, states, key, rounds or 1)
 
 
@@ -211,12 +216,14 @@ def _without_padding(states: Tree, number: int) -> Tree:
     """Return client states [C, ...] without the rows of padding that several processes keep."""
     if jax.process_count() == 1:
         return states
+    # Each process holds other clients, so the processes gather all of them.
     gathered = multihost_utils.process_allgather(states, tiled=True)
     return jax.tree.map(lambda leaf: leaf[:number], gathered)
 
 
 def _are_same_clients(clients: Clients, others: Clients) -> bool:
     """Return whether two populations have the same rows of the same store."""
+    # A store may be large, so it is compared by identity, and the rows by their numbers.
     if clients.inputs is not others.inputs or clients.labels is not others.labels:
         return False
     rows = [(own.train, own.test, own.train_size, own.test_size) for own in (clients, others)]
@@ -236,7 +243,8 @@ def _of_global_model(evaluation: _Evaluation, tested: Clients) -> _Evaluation:
     """Return the evaluation of a central test set by the global model alone."""
     needed = "clients must be clients for"
     method = evaluation.method
-    check_state("server", evaluation.server, check_examples("clients", method, tested))
+    first_server = check_examples("clients", method, tested)
+    check_state("server", evaluation.server, first_server)
     params = shared_params(method, evaluation.server, needed)
     return evaluation._replace(
         method=method._replace(
@@ -298,19 +306,25 @@ def scores_of(
         population = population._replace(frozen=everywhere(population.mesh, frozen))
 
     def keys_of(key: Key[Array, ""]) -> tuple[Key[Array, ""], Key[Array, ""]]:
+        # A run derives the key of its last evaluation in the same way.
         init_key, _, eval_key = jax.random.split(key, 3)
         return init_key, jax.random.fold_in(eval_key, rounds)
 
-    each = jax.vmap(keys_of) if isinstance(method, Points) else keys_of
+    each: Callable[..., Any] = keys_of
+    if isinstance(method, Points):
+        each = jax.vmap(keys_of)
     init_key, eval_key = each(key)
     own = compile_states(method, population)(init_key, states)
+    # The server's state may lie on other devices than the clients do here.
     shared = everywhere(population.mesh, jax.device_get(server))
 
     def scores(chunk: int) -> PerClient:
         evaluation = compile_evaluation(method, population, chunk=chunk)
         return jax.device_get(evaluation(eval_key, shared, own, np.int32(rounds - 1)))
 
-    size = of_devices(devices).chunk if chunk is None else chunk
+    size = chunk
+    if size is None:
+        size = of_devices(devices).chunk
     if size == "auto":
         size = _CLIENTS_AT_ONCE
     with scores_may_be_undefined():

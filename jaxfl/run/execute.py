@@ -23,11 +23,12 @@ from jaxfl.run.costs import traffic_by_point
 from jaxfl.run.folder import check_names, clear
 from jaxfl.run.followers import Bar, Callbacks, Health, Saver
 from jaxfl.run.health import Watch
+from jaxfl.run.kept import check_kept
 from jaxfl.run.lock import Lock
 from jaxfl.run.loop import SEGMENT_ROUNDS, Loop
 from jaxfl.run.plan import RunPlan, Settings
 from jaxfl.run.recorder import EvaluationSchedule, Journal, Result
-from jaxfl.run.trained import Origin
+from jaxfl.run.trained import Origin, Snapshot
 
 _PICTURES = 20
 """Largest number of points that each have a picture. A picture takes a third of a second."""
@@ -52,11 +53,17 @@ def execute(
     """
     settings = plan.settings
     _agree_on_options(settings, lock)
+    # All arguments are checked before `resume="never"` removes the files of an earlier run.
+    central = _central(plan)
+    if settings.keep == "best":
+        check_kept(plan.stateful, settings.states)
     _prepare(plan, lock, folders)
-    loop = _begun(plan, lock, folders)
+    loop = _begun(plan, lock, folders, central)
     shown = settings.progress and jax.process_index() == 0
     if loop.restored and loop.checkpoints is not None:
-        what_follows = "nothing is computed" if loop.finished else "resuming"
+        what_follows = "resuming"
+        if loop.finished:
+            what_follows = "nothing is computed"
         read = f"round {loop.done} of {settings.rounds} read from {loop.checkpoints.newest()}"
         bars.tell(f"{plan.name}: {read}; {what_follows}", shown)
     with entered(callbacks):
@@ -93,6 +100,7 @@ def _finish(loop: Loop, callbacks: Sequence[Callback], shown: bool) -> list[Resu
     bar = bars.progress_bar(plan.name, settings.rounds, shown and not loop.finished, loop.done)
     try:
         with bar as update, signals.deferred() as asked:
+            # Checkpoints come last, because callbacks decide whether the run ends here.
             followers = [Health(watch), Callbacks(callbacks), Bar(update), Saver()]
             try:
                 loop.go(followers, asked)
@@ -108,6 +116,7 @@ def _finish(loop: Loop, callbacks: Sequence[Callback], shown: bool) -> list[Resu
         scores = loop.canary_scores()
         results = [journal.finish(loop.done, own) for journal, own in zip(loop.journals, scores)]
         watch.end(loop.records)
+    # After an error the states may be deleted, but only a run without one gets here.
     return _with_states(results, loop)
 
 
@@ -118,11 +127,17 @@ def _prepare(plan: RunPlan, lock: Lock, folders: Sequence[pathlib.Path | None]) 
     lock.folder.mkdir(parents=True, exist_ok=True)
     check_names(lock.folder, [path for path in folders if path is not None])
     if plan.settings.resume == "never":
+        # Nobody else may use the folder while its files are removed.
         lock.take(shared=False)
         clear(lock.folder, plan.points is not None)
 
 
-def _begun(plan: RunPlan, lock: Lock, folders: Sequence[pathlib.Path | None]) -> Loop:
+def _begun(
+    plan: RunPlan,
+    lock: Lock,
+    folders: Sequence[pathlib.Path | None],
+    central: Central | None,
+) -> Loop:
     """Return the loop of a plan at its first round, or where the run in the folder stopped."""
     settings = plan.settings
     folder = lock.folder
@@ -131,10 +146,12 @@ def _begun(plan: RunPlan, lock: Lock, folders: Sequence[pathlib.Path | None]) ->
     keys = settings.streams.keys(key_of_rounds, bits)
     engine = _engine(plan, keys, folder)
     schedule = plan.schedule(engine)
+    # One process writes for all, and a finished run can also be read from a read-only folder.
     writes = jax.process_index() == 0 and folder is not None and os.access(folder, os.W_OK)
-    own = folders if writes else [None] * len(folders)
+    own: Sequence[pathlib.Path | None] = [None] * len(folders)
+    if writes:
+        own = folders
     journals = _journals(plan, engine, schedule, own)
-    central = _central(plan)
     if folder is None and jax.process_count() == 1:
         return Loop(plan, engine, journals, None, central)
     # Several processes must be one run, even if they have no folder.
@@ -153,6 +170,7 @@ def _begun(plan: RunPlan, lock: Lock, folders: Sequence[pathlib.Path | None]) ->
         checkpoints.clear()
     else:
         _resume(loop, checkpoints, lock)
+    # The checkpoint of a resumed run names its bits already.
     if loop.done == 0:
         bits.begin(facts)
     return loop
@@ -167,7 +185,9 @@ def _engine(plan: RunPlan, keys: Keys, folder: pathlib.Path | None) -> Engine:
     chunk = settings.first_chunk
     if isinstance(method, Points) or settings.states == "device":
         return Resident(init_key, keys, method, plan.clients, devices, chunk, SEGMENT_ROUNDS)
-    states = None if folder is None else folder / layout.STATES
+    states: pathlib.Path | None = None
+    if folder is not None:
+        states = folder / layout.STATES
     return Stream(init_key, keys, method, plan.clients, devices, chunk, states)
 
 
@@ -214,6 +234,7 @@ def _journals(
 
 def _resume(loop: Loop, checkpoints: Checkpoints, lock: Lock) -> None:
     """Resume from the folder if it holds a state. A finished run is only read."""
+    # A finished run is only read, which several processes may do at once.
     lock.take(shared=checkpoints.ends(loop.plan.settings.rounds))
     loop.restore()
     # `ends` reads names alone. If the last checkpoint is damaged, the run continues, and needs the
@@ -240,7 +261,9 @@ def _with_states(results: Sequence[Result], loop: Loop) -> list[Result]:
     """Return the results with the states of server, mechanism and clients."""
     plan = loop.plan
     states = loop.states()
-    best = [None] * len(results) if loop.best is None else loop.best.snapshots()
+    best: list[Snapshot | None] = [None] * len(results)
+    if loop.best is not None:
+        best = loop.best.snapshots()
     keys = plan.split(plan.key)
     return [
         result._replace(

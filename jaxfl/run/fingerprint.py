@@ -72,12 +72,14 @@ def _marked(method: Any) -> Any:
 def start(method: Algorithm | Points, clients: Clients, key: Key[jax.Array, "*P"]) -> Any:
     """Return the jaxpr of the program that makes the first states, one point at a time."""
     if isinstance(method, Points):
+        # A batch changes speed only, so it must not change the hash.
         method = method._replace(batch=None)
 
     def init(clients: Clients, key: Key[jax.Array, "*P"]) -> tuple[Tree, Tree]:
-        return over_points(lambda algorithm, key: algorithm.init(key, clients.num_clients), method)(
-            key
+        init_of_points = over_points(
+            lambda algorithm, key: algorithm.init(key, clients.num_clients), method
         )
+        return init_of_points(key)
 
     return jax.jit(init).trace(clients, key).jaxpr
 
@@ -136,7 +138,9 @@ def of_key(key: Key[jax.Array, "*P"]) -> Facts:
 
 def of_terms(name: str, terms: Terms) -> Facts:
     """Return the numbers of a statement's terms, but not its prose, which may be reworded."""
-    claimed = None if terms.claim is None else terms.claim[0]
+    claimed = None
+    if terms.claim is not None:
+        claimed = terms.claim[0]
     facts = of_value(f"{name}.delta", terms.delta) | of_value(f"{name}.claim", claimed)
     return facts | {f"{name}.broken": terms.broken is not None}
 
@@ -164,7 +168,9 @@ def of_value(name: str, value: Any) -> Facts:
     if isinstance(value, tuple) and any(isinstance(part, str) for part in value):
         return {name: [str(part) for part in value]}
     array = np.asarray(value)
-    return {name: {"sha256": _of_array(array)} if array.size > _LONG else array.tolist()}
+    if array.size > _LONG:
+        return {name: {"sha256": _of_array(array)}}
+    return {name: array.tolist()}
 
 
 def of_versions(mesh: Mesh) -> Facts:
@@ -221,7 +227,9 @@ def _on_devices(num_devices: int, split: bool) -> str:
     """
     if jax.process_count() > 1:
         return f"start processes with {num_devices} devices in all"
-    ways = [f"set JAX_NUM_CPU_DEVICES={num_devices} before Python starts"] if split else []
+    ways = []
+    if split:
+        ways.append(f"set JAX_NUM_CPU_DEVICES={num_devices} before Python starts")
     if num_devices <= jax.device_count():
         ways.append(f"give devices=jax.devices()[:{num_devices}]")
     return " or ".join(ways) or f"run it on {num_devices} devices"
@@ -248,6 +256,7 @@ def _differing(stored: Facts, current: Facts) -> list[str]:
 
 def _difference(name: str, stored: Any, current: Any) -> str:
     words = in_words(name)
+    # Hashes say nothing to a reader.
     if isinstance(stored, dict) or isinstance(current, dict):
         return words
     return f"{words} {_shortened(stored)}, not {_shortened(current)}"
@@ -258,7 +267,9 @@ def _shortened(value: Any) -> str:
         first = ", ".join(map(str, value[:3]))
         return f"[{first}, ..., {value[-1]}]"
     text = str(value)
-    return text if len(text) <= 80 else f"{text[:76]} ..."
+    if len(text) <= 80:
+        return text
+    return f"{text[:76]} ..."
 
 
 def _version(name: str) -> str:
@@ -293,6 +304,7 @@ def _of_jaxpr(jaxpr: Any, consts: Any, parts: dict[str, Any] | None) -> str:
         parts: Hashes by name, which are updated with the named parts and the constants. None hashes
             the program as one part, with its constants.
     """
+    # Constants count by their values, and those of a whole run in a hash of their own.
     constants = {}
     for var, value in zip(jaxpr.constvars, consts, strict=True):
         if parts is None:
@@ -303,6 +315,7 @@ def _of_jaxpr(jaxpr: Any, consts: Any, parts: dict[str, Any] | None) -> str:
     rest = hashlib.sha256()
 
     def name(part: str | None, atom: Any) -> str:
+        # The short text of a type does not say whether the type is weak.
         aval = f"{atom.aval.str_short()}{'~' * getattr(atom.aval, 'weak_type', False)}"
         if isinstance(atom, core.Literal):
             return f"{_of_value(atom.val, None)}:{aval}"
@@ -317,9 +330,13 @@ def _of_jaxpr(jaxpr: Any, consts: Any, parts: dict[str, Any] | None) -> str:
             digest = parts.setdefault(part, hashlib.sha256())
         digest.update(("\t".join(texts) + "\n").encode())
 
+    # Inputs come first, so that their order gives them their numbers.
     line(None, *(name(None, var) for var in jaxpr.invars))
     for eqn in jaxpr.eqns:
-        part = None if parts is None else _part(eqn)
+        part = None
+        if parts is not None:
+            part = _part(eqn)
+        # Programs inside an operation that belongs to no part may hold parts themselves.
         params = _of_value(eqn.params, parts if part is None else None)
         inputs = [name(part, var) for var in eqn.invars]
         outputs = [name(part, var) for var in eqn.outvars]
@@ -349,6 +366,7 @@ def _of_value(value: Any, parts: dict[str, Any] | None) -> str:
         case np.ndarray() | np.generic() | jax.Array():
             return _of_array(value)
         case Mapping():
+            # Equal dicts may differ in their order.
             items = sorted(
                 f"{k}: {_of_value(item, parts)}" for k, item in value.items() if k not in _NAMES
             )
@@ -367,5 +385,7 @@ def _of_value(value: Any, parts: dict[str, Any] | None) -> str:
         case type():
             return value.__name__
         case Callable():
+            # The text of a function has its address, which differs between processes.
             return getattr(value, "__qualname__", type(value).__name__)
+    # Texts of other objects may have addresses too.
     return re.sub(r" at 0x[0-9a-f]+", "", f"{type(value).__name__} {value!r}")

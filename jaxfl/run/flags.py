@@ -29,12 +29,14 @@ def configure() -> None:
     configuration or by environment variables, stay. The command `jaxfl` calls this function.
     Results do not depend on it, up to rounding.
     """
+    # XLA reads this variable when JAX starts its first backend.
     os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""))
     compilation_cache.enable()
     if count_is_set():
         return
     try:
         jax.config.update("jax_num_cpu_devices", backend("cpu").devices)
+    # JAX accepts no other number once its devices exist.
     except RuntimeError:
         _LOG.warning(
             "jaxfl.configure() cannot use all cores, because JAX has started already. "
@@ -75,6 +77,7 @@ def under_own_flags(run: Callable) -> Callable:
                 "Use jax.debug.print in it."
             )
         _advise()
+        # JAX reads these flags while it traces and compiles, which both happen in the call.
         with (
             jax.enable_x64(False),
             jax.numpy_dtype_promotion("standard"),

@@ -49,14 +49,19 @@ def run_folder(root: str | os.PathLike, method: str, config: Any, seed: int) -> 
             f"method must be the name of a folder, got {method!r}. Leave out slashes and control "
             "characters."
         )
+    # True would pass as the seed 1.
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
         raise ValueError(f"seed must be a whole number, got {seed!r}. Give for instance 0.")
-    values = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else dict(config)
+    if dataclasses.is_dataclass(config):
+        config = dataclasses.asdict(config)
+    values = dict(config)
     values.pop("seed", None)
+    # Sorted names give one hash, whatever their order in the configuration.
     text = json.dumps({"method": method} | values, sort_keys=True, default=_as_json)
     digest = hashlib.sha256(text.encode()).hexdigest()[:10]
     folder = pathlib.Path(root) / method / digest / f"seed={seed}"
     folder.mkdir(parents=True, exist_ok=True)
+    # The folder of a finished run may be read-only.
     if jax.process_index() == 0 and os.access(folder, os.W_OK):
         write_json(folder / CONFIG, json.loads(text) | {"seed": int(seed)})
     return folder
@@ -75,6 +80,7 @@ def check_names(folder: pathlib.Path, runs: Sequence[pathlib.Path]) -> None:
         ValueError: A link or a file has the name of a folder, or a folder has the name of a file.
             Or a file that no run has written has the name of a report.
     """
+    # A link in place of a folder would make the run write elsewhere.
     folders = [folder / CHECKPOINTS, folder / STATES, *(run for run in runs if run != folder)]
     for path in folders:
         if (found := kind(path)) not in (None, "a folder"):
@@ -109,13 +115,17 @@ def clear(folder: pathlib.Path, points: bool) -> None:
     """
     if jax.process_index() != 0:
         return
-    runs = points_of(folder) if points else [folder]
+    runs = [folder]
+    folders = [folder / STATES]
+    if points:
+        runs = points_of(folder)
+        folders += runs
     reports = [run / name for run in runs for name in REPORTS]
     for path in (folder / NOISE_KEY, *reports):
         for own in (path, *leftovers(path)):
             own.unlink(missing_ok=True)
     (folder / STATES / ROWS).unlink(missing_ok=True)
-    for own in (folder / STATES, *(runs if points else ())):
+    for own in folders:
         # The folder may be missing, or may hold other files.
         with contextlib.suppress(OSError):
             own.rmdir()

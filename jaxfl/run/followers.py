@@ -42,9 +42,11 @@ class Health(Follower):
         """
         previous = loop.previous_evaluation
         self.watch.dropped(loop.records, previous, loop.done)
+        # The first call has a single round, after which the server has moved by one step.
         if self._weights and loop.done == 1:
             lengths = [float(records.info["update_norm"][0]) for records in loop.records]
             self.watch.sent(self._weights, loop.models(), lengths)
+        # No later round needs the weights, which take memory.
         self._weights = []
         # A run in which no update counts any more stops here, before it evaluates.
         if loop.plan.points is None and loop.done in loop.evaluations:
@@ -68,6 +70,7 @@ class Callbacks(Follower):
     def begin(self, loop: Loop) -> None:
         """Start the budgets, and call all callbacks with the rows of a resumed run."""
         for budget in self.callbacks:
+            # Only a single run has callbacks, so there is one journal.
             if isinstance(budget, EpsilonBudget):
                 budget.begin(loop.journals[0].ahead, loop.done)
         if loop.journals[0].metrics:
@@ -81,6 +84,7 @@ class Callbacks(Follower):
         """Call all callbacks. If one raises, save the run, unless there are several processes."""
         try:
             loop.over = ask(self.callbacks, loop.journals[0].metrics)
+        # A callback may also end the program.
         except (Exception, SystemExit):
             # Other processes would not take part in writing a checkpoint.
             if jax.process_count() == 1:
@@ -101,8 +105,10 @@ class Bar(Follower):
 
     def compiling(self, loop: Loop) -> None:
         """Show that the chunk is measured, or that the program compiles."""
-        measured = loop.engine.chunk == "auto"
-        self.update(loop.done, "measuring the chunk" if measured else "compiling")
+        state = "compiling"
+        if loop.engine.chunk == "auto":
+            state = "measuring the chunk"
+        self.update(loop.done, state)
 
     def after_rounds(self, loop: Loop, count: int, seconds: float) -> None:
         """Measure how many clients trained per second in the last `count` rounds."""
@@ -119,7 +125,9 @@ class Bar(Follower):
             if score := _as_range([row[headline] for row in rows]):
                 figures.append(f"{headline} {score}")
             figures.append(bars.shown_epsilon(rows))
-        digits = 0 if self._rate >= 10 else 1
+        digits = 1
+        if self._rate >= 10:
+            digits = 0
         figures.append(f"{self._rate:,.{digits}f} clients/s")
         if loop.program is not None:
             figures.append(f"chunk {loop.program.chunk}")
@@ -137,7 +145,9 @@ def _as_range(values: Sequence[float]) -> str:
         return ""
     low = f"{min(known):.3f}"
     high = f"{max(known):.3f}"
-    return low if low == high else f"{low} to {high}"
+    if low == high:
+        return low
+    return f"{low} to {high}"
 
 
 class Saver(Follower):
@@ -152,6 +162,7 @@ class Saver(Follower):
     def after_segment(self, loop: Loop) -> None:
         """Write a checkpoint if it is time for one, or if the run ends here."""
         seconds = time.monotonic() - self._saved_at
+        # The clocks of processes differ, but all processes write a checkpoint together.
         (late,) = processes.maximum(seconds > _CHECKPOINT_SECONDS)
         if late or loop.signal or loop.over or loop.finished:
             loop.save()

@@ -98,10 +98,12 @@ class Watch:
                 "no client has a test example, so scores are not known. Give test rows to "
                 "make_clients, or a dataset as `central`",
             )
+        # Clients without tests have NaN too, which is no reason for a warning.
         lost = [tested & np.isnan(score["loss"]) for score in scores]
         mask = np.logical_or.reduce(lost)
         if not mask.any():
             return
+        # Bad examples explain the NaN of their owners, and divergence explains the rest.
         broken = np.logical_or(*self.broken_data)
         data = mask & broken
         others = mask & ~broken
@@ -123,7 +125,9 @@ class Watch:
         if self.public:
             who = "some tested clients"
         task = self.algorithms[0].model.task
-        effect = "so that means are NaN" if task.lower_is_better else "which count as 0"
+        effect = "which count as 0"
+        if task.lower_is_better:
+            effect = "so that means are NaN"
         text = f"{who} have no finite scores after round {done}, {effect}"
         self._warn("scores", f"{text}; {'; '.join(causes)}")
 
@@ -155,8 +159,12 @@ class Watch:
         The warnings count over all points. Each point's `metrics.jsonl` has its own numbers.
         """
         if norms := [norm for record in records if (norm := _norm_if_all_clipped(record))]:
-            length = "" if self.public else f" (mean norm {np.mean(norms):.3g})"
-            where = f"in {len(norms)} of {len(records)} points, " if len(records) > 1 else ""
+            length = ""
+            if not self.public:
+                length = f" (mean norm {np.mean(norms):.3g})"
+            where = ""
+            if len(records) > 1:
+                where = f"in {len(norms)} of {len(records)} points, "
             self._warn(
                 "clipped",
                 f"{where}every client's update of every round was longer than its `clip`{length}, "
@@ -174,6 +182,7 @@ class Watch:
         """Masks of the clients with training examples, or test examples, that are not finite."""
         clients = self.clients
         nobody = np.zeros(clients.num_clients, bool)
+        # Whole numbers are always finite.
         if not np.issubdtype(clients.inputs.dtype, np.inexact):
             return nobody, nobody
         # The store and the clients' rows may be files that are larger than memory.
@@ -206,7 +215,8 @@ class Watch:
         dropped, participations = _count([recent])
         if not participations or dropped < participations:
             return False
-        ever_dropped, ever = _count([jax.tree.map(lambda leaf: leaf[:done], records)])
+        so_far = jax.tree.map(lambda leaf: leaf[:done], records)
+        ever_dropped, ever = _count([so_far])
         noise = recent.ledger.server_noise.any() or recent.ledger.client_noise.any()
         if ever_dropped < ever and noise:
             # Earlier updates were finite, and noise may move the server to where they are again.
@@ -233,8 +243,12 @@ class Watch:
         if dropped > theirs:
             advice = remedy(self.algorithms, self.clients)
             causes.append(f"others diverged: {advice}" if causes else advice)
-        since = f" since round {start}" if start else ""
-        count = "some updates" if self.public else f"{dropped} of {participations} updates"
+        since = ""
+        if start:
+            since = f" since round {start}"
+        count = f"{dropped} of {participations} updates"
+        if self.public:
+            count = "some updates"
         return f"{count}{since} were not finite and were dropped: {'; '.join(causes)}"
 
     def _names(self, mask: Bool[np.ndarray, "C"]) -> str:
@@ -242,7 +256,9 @@ class Watch:
         if self.public:
             return ""
         clients = np.flatnonzero(mask)
-        listed = ", ".join(map(str, clients[:5])) + (", ..." if len(clients) > 5 else "")
+        listed = ", ".join(map(str, clients[:5]))
+        if len(clients) > 5:
+            listed += ", ..."
         return f" (client{'s' if len(clients) > 1 else ''} {listed})"
 
     def _warn(self, topic: str, text: str) -> None:
@@ -277,6 +293,7 @@ def _like_weights(old: np.ndarray, new: np.ndarray, length: Any) -> bool:
     moved = new - old
     norm = np.linalg.norm(old)
     size = norm * np.linalg.norm(moved)
+    # A vector of zeros has no direction.
     if len(old) < _FEW or not np.isfinite(size) or size == 0:
         return False
     least, most = _NEAR

@@ -64,7 +64,9 @@ class BestModels:
     def __init__(
         self, task: Task, tested: bool, server: Sequence[Tree], states: Sequence[Tree]
     ) -> None:
-        self.column = task.headline if tested else f"{CENTRAL}{task.headline}"
+        self.column = task.headline
+        if not tested:
+            self.column = f"{CENTRAL}{task.headline}"
         self.lower_is_better = task.lower_is_better
         self._first = list(zip(server, states, strict=True))
         self.kept = self.blank()
@@ -76,6 +78,7 @@ class BestModels:
     def better(self, rows: Sequence[dict[str, Any]]) -> list[int]:
         """Return the indices of the runs whose newest row has a better score than any before."""
         scores = [self._score(row) for row in rows]
+        # NaN is not greater than any number, so it never counts.
         return [i for i, score in enumerate(scores) if score > self.kept[i].score[0]]
 
     def keep(self, index: int, row: dict[str, Any], server: Tree, states: Tree) -> None:
@@ -90,12 +93,15 @@ class BestModels:
     def _score(self, row: dict[str, Any]) -> float:
         """Return a row's score, in single precision as checkpoints hold it."""
         score = row.get(self.column, math.nan)
+        if self.lower_is_better:
+            score = -score
         # A resumed run must compare the same numbers as a run that was never stopped.
-        return float(np.float32(-score if self.lower_is_better else score))
+        return float(np.float32(score))
 
 
 def _without_score(server: Tree, states: Tree) -> Best:
     """Return zeros with the shapes of some states, and minus infinity as their score."""
+    # A checkpoint has the same arrays before and after the first score.
     zeros = jax.tree.map(lambda leaf: np.zeros_like(np.asarray(leaf)), (server, states))
     return Best(np.full(1, -np.inf, np.float32), np.zeros(1, np.int32), *zeros)
 
@@ -103,4 +109,6 @@ def _without_score(server: Tree, states: Tree) -> Best:
 def _as_snapshot(best: Best) -> Snapshot | None:
     """Return a run's best states, or None if no score was known."""
     rounds = int(best.round[0])
-    return Snapshot(best.server, best.states, rounds, chosen=True) if rounds else None
+    if not rounds:
+        return None
+    return Snapshot(best.server, best.states, rounds, chosen=True)

@@ -63,6 +63,7 @@ class Lock:
         if self._signed:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, 0)
+        # Closing the descriptor releases the lock, so no call unlocks it.
         os.close(self._file)
         self._file = None
         self._signed = False
@@ -72,6 +73,7 @@ class Lock:
         self.close()
         if self.folder is None:
             return
+        # An earlier lock file may be writable even if its folder is not.
         if not shared and not os.access(self.folder, os.W_OK):
             raise ValueError(
                 f"folder must be a folder that can be written, got {str(self.folder)!r}. "
@@ -79,12 +81,18 @@ class Lock:
             )
         if fcntl is None:
             return
-        mode = os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT
-        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        if shared:
+            mode = os.O_RDONLY
+            kind = fcntl.LOCK_SH
+        else:
+            mode = os.O_RDWR | os.O_CREAT
+            kind = fcntl.LOCK_EX
         try:
             self._file = open_regular(self.folder / LOCK, mode)
+            # Without this flag, the call would wait until the other run ends.
             fcntl.flock(self._file, kind | fcntl.LOCK_NB)
         except BlockingIOError:
+            # Only an exclusive lock has a name in the file. Readers leave no trace.
             user = self._text().decode(errors="replace").strip() or "another process"
             self.close()
             raise ValueError(
@@ -98,6 +106,7 @@ class Lock:
                     f"folder must hold a usable lock file, got {str(self.folder)!r}: {error}. "
                     "Remove it, or choose another folder."
                 ) from None
+            # A reader often finds no file to lock, which is no reason for a warning.
             log = _LOG.debug if shared else _LOG.warning
             log(
                 "%s cannot be locked (%s). Let no other run use it meanwhile.",
@@ -116,10 +125,13 @@ class Lock:
         """
         assert self._file is not None
         found = self._text()
+        # Truncation would empty the file under its other names too.
         linked = os.fstat(self._file).st_nlink > 1
         if linked or (found and not _SIGNED.fullmatch(found)):
             self.close()
-            reason = "has further names (hard links)" if linked else "was written by no run"
+            reason = "was written by no run"
+            if linked:
+                reason = "has further names (hard links)"
             raise ValueError(
                 f"folder must hold a file {LOCK!r} of a run, or none, got "
                 f"{str(self.folder)!r}, whose file {reason}. "

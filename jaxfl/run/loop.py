@@ -22,7 +22,7 @@ from jaxfl.report import plots
 from jaxfl.run.central import Central
 from jaxfl.run.checkpoint import Checkpoints
 from jaxfl.run.flags import scores_may_be_undefined
-from jaxfl.run.kept import BestModels, check_kept
+from jaxfl.run.kept import BestModels
 from jaxfl.run.plan import RunPlan
 from jaxfl.run.recorder import EvaluationSchedule, Journal, Recorded
 from jaxfl.types import Tree
@@ -98,9 +98,11 @@ class Loop:
         """Whether a follower ends the run early."""
         self.signal = 0
         """Number of the signal that asks the run to stop, or 0."""
-        self.first_models = self.models() if plan.settings.audit is not None else []
+        self.first_models: list[np.ndarray | None] = []
+        if plan.settings.audit is not None:
+            # An audit compares the last model with the first one, which the first call donates.
+            self.first_models = self.models()
         if plan.settings.keep == "best":
-            check_kept(engine.stateful, plan.settings.states)
             journal = journals[0]
             tested = bool(journal.test_size.any())
             self.best = BestModels(journal.task, tested, self._servers(), self.states())
@@ -119,7 +121,9 @@ class Loop:
     def previous_evaluation(self) -> int:
         """Round of the last evaluation before round `done`, or 0."""
         index = bisect.bisect_left(self.evaluations, self.done)
-        return self.evaluations[index - 1] if index else 0
+        if not index:
+            return 0
+        return self.evaluations[index - 1]
 
     @property
     def records(self) -> list[Records]:
@@ -140,17 +144,21 @@ class Loop:
         """
         for follower in followers:
             follower.begin(self)
+        # A callback may end the run in one process, and the others must then end it too.
         self.over = bool(processes.maximum(self.over)[0])
         # The pace is not known before the first call, which therefore has one round.
         pace = math.inf
         while not (self.finished or self.over):
             program = self._compiled(followers)
+            # A call ends at the next evaluation at the latest.
             target = self.evaluations[bisect.bisect_right(self.evaluations, self.done)]
-            count = int(min(target - self.done, SEGMENT_ROUNDS, max(1, _SEGMENT_SECONDS // pace)))
+            in_time = max(1, _SEGMENT_SECONDS // pace)
+            count = int(min(target - self.done, SEGMENT_ROUNDS, in_time))
             call = functools.partial(self.engine.rounds, self.done, count)
             start = time.monotonic()
             records = attempt(call, program.chunk)
             if records is None:
+                # The devices had too little memory, and the failed call has lost its state.
                 self._begin_again(half(program.chunk))
                 continue
             seconds = time.monotonic() - start
@@ -161,11 +169,13 @@ class Loop:
                 scores = self._evaluate()
                 for follower in followers:
                     follower.after_evaluation(self, scores)
+            # All processes must make the same next step, so they agree on what it follows from.
             pace, signal, over = processes.maximum(seconds / count, asked(), self.over)
             self.signal = int(signal)
             self.over = bool(over)
             for follower in followers:
                 follower.after_segment(self)
+            # The followers have seen the signal, so that one of them could save the run.
             if self.signal:
                 raise KeyboardInterrupt
 
@@ -197,6 +207,7 @@ class Loop:
         """
         self.program = None
         self.engine.begin(chunk)
+        # Records and best states are blank until a checkpoint fills them.
         for journal in self.journals:
             journal.restore(journal.blank(journal.plan), 0, journal.plan)
         if self.best is not None:
@@ -234,6 +245,7 @@ class Loop:
     def _evaluation_keys(self) -> Key[Array, "*P"]:
         """Return the key of an evaluation after the last round, or that of each point."""
         _, _, eval_key = self.plan.keys
+        # `jaxfl.evaluate` derives the same key from the run's key and the number of rounds.
         return self.plan.each(lambda key: jax.random.fold_in(key, self.done))(eval_key)
 
     def _keep_best(self, best: BestModels) -> None:
@@ -263,6 +275,7 @@ class Loop:
         keeps = self.keeps_states or not self.finished
         schedule = EvaluationSchedule(self.plan.settings.rounds, self.evaluations, keeps)
         state = self._state(schedule, [journal.recorded for journal in self.journals])
+        # Client states on the host must be on disk before the checkpoint that names them.
         self.engine.save(functools.partial(self.checkpoints.save, self.done, state, schedule))
         self.saved = self.done
 

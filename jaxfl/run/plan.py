@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Key
 
+from jaxfl._support.checks import key_of
 from jaxfl.backend import of_devices
 from jaxfl.data.load import Dataset
 from jaxfl.engine.interface import Engine
@@ -73,7 +74,9 @@ class Settings(NamedTuple):
     @property
     def first_chunk(self) -> int | Literal["auto"]:
         """Chunk with which the run starts, or "auto". It is halved if memory does not suffice."""
-        return of_devices(self.devices).chunk if self.chunk is None else self.chunk
+        if self.chunk is None:
+            return of_devices(self.devices).chunk
+        return self.chunk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,13 +101,22 @@ class RunPlan:
         return fingerprint.marked(self.points or self.algorithms[0])
 
     @functools.cached_property
+    def stateful(self) -> bool:
+        """Whether clients keep a state between rounds."""
+        init = self.algorithms[0].init
+        _, states = jax.eval_shape(lambda: init(key_of(0), self.clients.num_clients))
+        return bool(jax.tree.leaves(states))
+
+    @functools.cached_property
     def keys(self) -> tuple[Array, Array, Array]:
         """Keys of the first state, of the rounds and of the evaluations."""
         return _keys_by_purpose(self.key)
 
     def each(self, work: Callable) -> Callable:
         """Return `work` for a single run, or its vectorised form for all points."""
-        return jax.vmap(work) if self.points else work
+        if self.points is None:
+            return work
+        return jax.vmap(work)
 
     def split(self, tree: Tree) -> list[Tree]:
         """Return each run's part of a tree: the tree of a single run, or entry p for point p."""
@@ -116,6 +128,7 @@ class RunPlan:
     def schedule(self, engine: Engine) -> EvaluationSchedule:
         """Return rounds and evaluations, and whether client states stay after the last round."""
         settings = self.settings
+        # States without numbers take no memory, so a method without states always keeps them.
         keeps = settings.keep_states or not engine.stateful
         return EvaluationSchedule(settings.rounds, settings.evaluations, keeps)
 
@@ -130,10 +143,14 @@ class RunPlan:
             "model": first.model.name,
             "states": self.settings.states,
         }
-        values = self.points.values if self.points else {}
-        facts |= {f"values.{name}": column.tolist() for name, column in values.items()}
+        if self.points is not None:
+            columns = self.points.values.items()
+            facts |= {f"values.{name}": column.tolist() for name, column in columns}
         for p, algorithm in enumerate(self.algorithms):
-            facts |= _facts_of_method(f"point.{p}." if self.points else "", algorithm)
+            prefix = ""
+            if self.points is not None:
+                prefix = f"point.{p}."
+            facts |= _facts_of_method(prefix, algorithm)
         facts |= fingerprint.of_versions(engine.population.mesh) | fingerprint.of_key(self.key)
         facts |= fingerprint.of_clients(self.clients) | fingerprint.of_frozen(first.model)
         return facts | self._facts_of_programs(engine)
@@ -176,6 +193,7 @@ def make_plan(
         ValueError: A method does not fit the clients (see `check_algorithm`), or its mechanism does
             not support the audit or the dropouts of the settings.
     """
+    # Dropouts come first, because they change the sampler that the checks read.
     drops = functools.partial(_with_dropouts, settings=settings)
     algorithms, points = _changed(drops, algorithms, points)
     # JAX knows the functions of a method that was built from equal arguments before.

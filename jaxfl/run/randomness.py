@@ -66,17 +66,23 @@ class Streams(NamedTuple):
             count = 1
         else:
             count = key.size
-        path = None if folder is None else folder / layout.NOISE_KEY
+        path = None
+        if folder is not None:
+            path = folder / layout.NOISE_KEY
         return SecretBits(count, path)
 
     def keys(self, key: Key[Array, "*P"], bits: "SecretBits") -> Keys:
         """Return the streams of one run, or of each point, which follow from key and bits."""
         if not self.secret:
-            shared = self.paired or not key.ndim
-            own = key if shared else _separated(key, self.numbers)
+            own = key
+            if key.ndim and not self.paired:
+                own = _separated(key, self.numbers)
+            # The clients' own draws come from `key`, which several points may share.
             return Keys(key, own, own)
+        # Process 0 alone reads the file, so the other processes have drawn other bits.
         words = jnp.asarray(processes.of_first(bits.words))
         noise = jax.random.wrap_key_data(words, impl="threefry2x32")
+        # Paired points have one pair of keys, which all of them get.
         noise = jnp.broadcast_to(noise, (key.size, 2)).reshape(*key.shape, 2)
         return Keys(key, noise, noise)
 
@@ -93,8 +99,11 @@ class Streams(NamedTuple):
 
     def facts(self, keys: Keys) -> fingerprint.Facts:
         """Return facts that distinguish runs of one key. Hashes stand for keys."""
-        secret = fingerprint.of_key(keys.noise)["key"] if self.secret else None
-        facts: fingerprint.Facts = {"noise_key": secret, "paired_noise": self.paired}
+        facts: fingerprint.Facts = {"noise_key": None, "paired_noise": self.paired}
+        if self.secret:
+            # Nobody can guess 128 random bits, so their hash does not reveal them.
+            facts["noise_key"] = fingerprint.of_key(keys.noise)["key"]
+        # Cohorts of points also depend on `numbers`, which no other fact covers.
         if keys.clients.ndim and not self.secret and not self.paired:
             facts["cohort_key"] = fingerprint.of_key(keys.cohort)["key"]
         return facts
@@ -160,9 +169,14 @@ class SecretBits:
     """
 
     def __init__(self, count: int, path: pathlib.Path | None) -> None:
-        self._path = path if count else None
+        self._path = path
+        if not count:
+            self._path = None
         self._size = _BYTES * count
-        self._found = None if self._path is None else processes.by_first(self._read)
+        self._found: bytes | None = None
+        if self._path is not None:
+            self._found = processes.by_first(self._read)
+        # In the file, a digest may follow the bits.
         self._bits = (self._found or secrets.token_bytes(self._size))[: self._size]
         words = np.frombuffer(self._bits, np.uint32)
         self.words: UInt32[np.ndarray, "P 2 2"] = words.reshape(count, 2, 2)
@@ -192,6 +206,7 @@ class SecretBits:
         try:
             with files.opened(path) as file:
                 status = os.fstat(file.fileno())
+                # The open file is checked, because its path may lead to another file by now.
                 _check_permissions(path, status)
                 if status.st_size not in (self._size, self._size + _DIGEST_BYTES):
                     wanted = f"the secret bits of {self._size // _BYTES} runs"
@@ -205,6 +220,7 @@ class SecretBits:
                 f"{str(path)!r} must be a file that this process can use, got one that it cannot "
                 f"({error}). {_BITS_REMEDY}"
             ) from error
+        # Some file systems leave zeros where a crash has lost the content.
         starts = range(0, self._size, _BYTES)
         if not all(any(content[start : start + _BYTES]) for start in starts):
             raise ValueError(f"{str(path)!r} must hold random bits, got only zeros. {_BITS_REMEDY}")
@@ -213,8 +229,10 @@ class SecretBits:
     def _keep(self, run: fingerprint.Facts) -> None:
         assert self._path is not None
         path = self._path
+        # A killed process may have left secret bits in a temporary file.
         for other in files.leftovers(path):
             other.unlink(missing_ok=True)
+        # The folder is a part of the digest, so a copy of the file is of no use in another folder.
         named = json.dumps([str(path.parent.resolve()), run], sort_keys=True)
         content = self._bits + hashlib.sha256(named.encode()).digest()
         if self._found is None:
@@ -232,6 +250,7 @@ class SecretBits:
                 # Some file systems keep neither owner nor mode.
                 path.unlink(missing_ok=True)
                 raise
+        # Bits without a digest may be of any run, so they do not pass.
         if self._found != content:
             raise ValueError(
                 f"{str(path)!r} must hold bits of this run, got bits that were drawn for another "

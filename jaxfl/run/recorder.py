@@ -158,6 +158,7 @@ class Result(NamedTuple):
             check_has_states(client)
             models = [self.model(i) for i in range(origin.clients.num_clients)]
             privacy = personal_privacy(origin.algorithm, None)
+            # What is said about the models of two clients differs in these entries only.
             about = models[0].about | {"client": "all", "privacy": privacy}
             save_models(path, models, about)
         else:
@@ -240,6 +241,7 @@ class Journal:
             **(facts or {}),
         }
         """Arguments of `privacy_statement`."""
+        # Only these facts change an epsilon.
         names = {"dp_sgd", "examples", "terms", "stateful"}
         shared = {name: fact for name, fact in self.facts.items() if name in names}
         self.spent = running_epsilon(algorithm.mechanism, clients.num_clients, **shared)
@@ -265,7 +267,9 @@ class Journal:
         evaluations = len(plan.evaluations)
         names = ("loss", *self.task.metrics)
         scores = {name: np.zeros((evaluations, self.num_clients), np.float32) for name in names}
-        central_names = names if self.central else ()
+        central_names = ()
+        if self.central:
+            central_names = names
         central = {name: np.zeros(evaluations, np.float32) for name in central_names}
         return Recorded(records, scores, central)
 
@@ -285,6 +289,7 @@ class Journal:
         """
         broken = np.flatnonzero(~self.recorded.records.server_finite[start:done])
         if broken.size:
+            # The later rounds start from the state of the first broken one.
             round_ = start + int(broken[0]) + 1
             raise FloatingPointError(
                 f"the server's state turned non-finite in round {round_}: "
@@ -323,6 +328,7 @@ class Journal:
             done: Number of rounds after which the checkpoint was made.
             schedule: Plan of the checkpoint, with at most as many rounds as this run's.
         """
+        # An extended run keeps its past evaluations, and follows its own plan from here on.
         past = [r for r in schedule.evaluations if r <= done]
         future = [r for r in self.plan.evaluations if r > done]
         self.plan = self.plan._replace(evaluations=[*past, *future])
@@ -334,10 +340,13 @@ class Journal:
 
             jax.tree.map(copy, mine, stored)
 
+        # The stored arrays have room for the stored plan, so only finished entries are copied.
         put(done, self.recorded.records, recorded.records)
         put(len(past), self.recorded.scores, recorded.scores)
         put(len(past), self.recorded.central, recorded.central)
+        # Rows follow from the records, so checkpoints do not hold them.
         self.metrics = [self._row(i) for i in range(len(past))]
+        # The file may have other rows than the checkpoint, so the next row writes it anew.
         self.written = 0
 
     def finish(self, done: int, canaries: Scores | None = None) -> Result:
@@ -355,7 +364,9 @@ class Journal:
         history = jax.tree.map(lambda leaf: leaf[:evaluations], self.recorded.scores)
 
         def last(leaf: np.ndarray) -> np.ndarray:
-            return leaf[-1] if evaluations else np.full(self.num_clients, np.nan)
+            if not evaluations:
+                return np.full(self.num_clients, np.nan)
+            return leaf[-1]
 
         scores = jax.tree.map(last, history)
         statement: dict[str, Any] = {}
@@ -364,6 +375,7 @@ class Journal:
             mechanism = self.algorithm.mechanism
             statement = privacy_statement(accounted, mechanism, self.num_clients, **self.facts)
         if self.public and statement:
+            # Epsilons by client would show how often each of them took part.
             statement = without_clients(statement)
         if self.best and statement:
             statement = with_choice(statement)
@@ -391,8 +403,10 @@ class Journal:
         """Return the share of dropped updates (see `Result.dropped`), or 0 without any updates."""
         participations = int(ledger.participants.sum(0)[self.trains].sum())
         dropped = int(self.recorded.records.nonfinite[:done].sum())
+        if not participations:
+            return 0.0
         # Updates of clients without examples may be dropped too, so the ratio may exceed 1.
-        return min(1.0, dropped / participations) if participations else 0.0
+        return min(1.0, dropped / participations)
 
     def _row(self, index: int) -> dict[str, float | int]:
         """Return the row of metrics of an evaluation.
@@ -407,8 +421,10 @@ class Journal:
         central = self.recorded.central.items()
         row |= {f"{CENTRAL}{name}": float(values[index]) for name, values in central}
         if not self.public:
-            since = slice(self.evaluations[index - 1] if index else 0, done)
-            row |= _means(jax.tree.map(lambda leaf: leaf[since], self.recorded.records))
+            start = 0
+            if index:
+                start = self.evaluations[index - 1]
+            row |= _means(jax.tree.map(lambda leaf: leaf[start:done], self.recorded.records))
         return row | self.epsilons(self._accounted(done)) | self.traffic
 
     def epsilons(self, ledger: Ledger) -> dict[str, float]:
@@ -426,6 +442,7 @@ class Journal:
 
         It assumes that every client takes part in every round in which it can.
         """
+        # After the last evaluation, the forecast has no further rounds.
         last = next((r for r in self.evaluations if r > done), done)
         past = self._accounted(done)
         plan = first_rounds(self._planned, last)
@@ -433,6 +450,7 @@ class Journal:
             return self.epsilons(plan)
 
         def joined(past_values: np.ndarray, planned: np.ndarray) -> np.ndarray:
+            # One of the two may have one entry for all clients, and the plan one for all rounds.
             shape = np.broadcast_shapes(past_values.shape[1:], planned.shape[1:])
             rest = np.broadcast_to(planned, (last, *planned.shape[1:]))[done:]
             parts = [np.broadcast_to(part, (len(part), *shape)) for part in (past_values, rest)]
@@ -452,7 +470,10 @@ class Journal:
 
     def _accounted(self, done: int) -> Ledger:
         """Return the ledger of the first rounds, as planned if the report is public."""
-        ledger = self._planned if self.public else self.recorded.records.ledger
+        ledger = self.recorded.records.ledger
+        # The rounds as they happened show who was drawn how often.
+        if self.public:
+            ledger = self._planned
         return first_rounds(ledger, done)
 
     @functools.cached_property
@@ -485,6 +506,7 @@ class Journal:
         if self.metrics or statement:
             files.write_arrays(folder / layout.PER_CLIENT, arrays)
         if statement:
+            # A statement has infinity as a text, because JSON has no such number.
             files.write_json(folder / layout.PRIVACY, statement, allow_nan=False)
 
 
@@ -495,10 +517,14 @@ def _means(records: Records) -> dict[str, float | int]:
     left out, except from the mean number of participants. `nonfinite` counts dropped updates.
     """
     participants = records.info["participants"]
+    # A round counts if at least one of its updates was finite.
     counted = participants > records.nonfinite
     means: dict[str, float | int] = {}
     for name, values in records.info.items():
-        column = "train_loss" if name == "loss" else name
+        column = name
+        # The name `loss` belongs to the loss on test examples.
+        if name == "loss":
+            column = "train_loss"
         means[column] = float(values[counted].mean()) if counted.any() else math.nan
     means["participants"] = float(participants.mean())
     means["nonfinite"] = int(records.nonfinite.sum())

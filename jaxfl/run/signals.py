@@ -62,6 +62,7 @@ def deferred() -> Iterator[Callable[[], int]]:
         yield lambda: asked
     finally:
         restore()
+    # The restored handlers now do what they would have done without a run.
     if asked:
         signal.raise_signal(asked)
 

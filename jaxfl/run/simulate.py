@@ -188,11 +188,13 @@ def simulate(
     """
     # `checked` has replaced a seed by its key.
     assert isinstance(key, Array)
-    folder = None if folder is None else pathlib.Path(folder)
+    if folder is not None:
+        folder = pathlib.Path(folder)
     # `checked` has replaced arrays by their dataset.
     assert central is None or isinstance(central, Dataset)
     settings = Settings(rounds, states=states, central=central, keep=keep, **options)
     plan = make_plan(algorithm.name, key, [algorithm], None, clients, settings)
+    # The plan comes first, so that most wrong arguments leave nothing in the folder.
     with contextlib.closing(Lock(folder)) as lock:
         return execute(plan, lock, [folder], callbacks)[0]
 
@@ -282,22 +284,31 @@ def sweep(
     assert isinstance(key, Array)
     count = _points(key, values)
     keys = jnp.broadcast_to(key, (count,))
+    # Python's own error about an unknown argument would have no remedy.
     check_accepts("build", build, values)
     rows = [{name: float(column[p]) for name, column in values.items()} for p in range(count)]
+    # Accountants and reports read these. The program builds its own from the columns.
     algorithms = [check_instance("build(...)", build(**row), (Algorithm,)) for row in rows]
     columns = {name: np.asarray(column, np.float32) for name, column in values.items()}
     points = Points(build, columns, batch)
     _check_clipped(points, algorithms)
-    root = None if folder is None else pathlib.Path(folder)
-    folders = [None if root is None else root / name for name in names_of_points(values, count)]
+    # Each point has its own reports. Checkpoints, states and the lock are the sweep's.
+    root: pathlib.Path | None = None
+    folders: list[pathlib.Path | None] = [None] * count
+    if folder is not None:
+        root = pathlib.Path(folder)
+        folders = [root / name for name in names_of_points(values, count)]
     if numbers is not None and len(numbers) != count:
         raise ValueError(
             f"numbers must have one entry for each of the {count} points, got {len(numbers)}. "
             "Give one whole number for each point."
         )
-    own = None if numbers is None else tuple(numbers)
-    if own is not None and not paired_noise:
-        check_apart(keys, own)
+    own: tuple[int, ...] | None = None
+    if numbers is not None:
+        own = tuple(numbers)
+        # Paired points share their noise anyway, so they may have equal numbers.
+        if not paired_noise:
+            check_apart(keys, own)
     assert central is None or isinstance(central, Dataset)
     settings = Settings(
         rounds,
@@ -316,6 +327,7 @@ def sweep(
 
 def names_of_points(values: Mapping[str, Sequence[float]], count: int) -> list[str]:
     """Return the name of each point's folder: its number, then each argument with its value."""
+    # The number of a point makes its name unique, because six digits of its values may not.
     return [
         "_".join([str(p), *(f"{name}={column[p]:g}" for name, column in values.items())])
         for p in range(count)
@@ -335,6 +347,7 @@ def _points(key: Key[Array, "*P"], values: Mapping[str, Sequence[float]]) -> int
             "Give names of arguments, for instance {'clip': [0.5, 1.0]}."
         )
     lengths = {name: len(column) for name, column in values.items()}
+    # A single key serves any number of points.
     if jnp.ndim(key):
         lengths["key"] = len(key)
     if len(set(lengths.values())) != 1 or not max(lengths.values()):
@@ -369,6 +382,7 @@ def noisy(points: Points) -> bool:
         found.append(built.mechanism.noisy)
         return jnp.zeros(())
 
+    # Numbers are unknown under a trace, where even a multiplier of 0 counts as noise.
     if points.values:
         jax.eval_shape(over_points(note, points))
     return any(found)

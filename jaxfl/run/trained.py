@@ -92,12 +92,15 @@ def shared_params(algorithm: Algorithm, server: Tree, needed: str) -> Params:
             global model.
     """
     fits = functools.partial(_is_complete, algorithm.model)
+    # A complete part is a leaf here, so no part inside it is found again.
     parts = jax.tree.leaves_with_path(server, is_leaf=fits)
     complete = [(path, part) for path, part in parts if fits(part)]
     named = [(path, part) for path, part in complete if _last_name(path) == "params"]
     found = named or complete
     if len(found) != 1:
-        parts_found = f"{len(found)} of them" if found else "none"
+        parts_found = "none"
+        if found:
+            parts_found = f"{len(found)} of them"
         raise ValueError(
             f"{needed} method={algorithm.name!r}, which has no global model: one part of its "
             f"server's state must have all layers of model={algorithm.model.name!r}, got "
@@ -109,12 +112,16 @@ def shared_params(algorithm: Algorithm, server: Tree, needed: str) -> Params:
 
 def _last_name(path: tuple[Any, ...]) -> str:
     """Return the name of the field or the key that a path ends with, or "" without a name."""
-    last = path[-1] if path else None
+    if not path:
+        return ""
+    last = path[-1]
+    # A field of a NamedTuple has a name, and an entry of a dict has a key.
     return str(getattr(last, "name", getattr(last, "key", "")))
 
 
 def _is_complete(model: Model, part: Tree) -> bool:
     """Return whether a part of a state has all layers of a network, and only its entries."""
+    # These checks are quick, and spare most parts the trace of `init`.
     if not isinstance(part, Mapping) or not set(model.layers) <= part.keys():
         return False
     wanted = jax.eval_shape(lambda: model.init(key_of(0)))
@@ -155,7 +162,8 @@ def personal_model(origin: Origin, snapshot: Snapshot, client: Any) -> TrainedMo
         ValueError: No client has this index, or several processes share the run.
     """
     client = check_count("client", client, least=0, most=origin.clients.num_clients - 1)
-    return _model(origin, _personal(origin, snapshot, client), _about(origin, snapshot, client))
+    params = _personal(origin, snapshot, client)
+    return _model(origin, params, _about(origin, snapshot, client))
 
 
 def personal_privacy(algorithm: Algorithm, client: int | None) -> str:
@@ -166,13 +174,13 @@ def personal_privacy(algorithm: Algorithm, client: int | None) -> str:
         client: Index of the client. None stands for the models of all clients.
     """
     if algorithm.dp_sgd is not None:
-        owner = (
-            "Only a client may have its own model."
-            if client is None
-            else f"Only client {client} may have this model."
-        )
+        owner = f"Only client {client} may have this model."
+        if client is None:
+            owner = "Only a client may have its own model."
         return owner + _BY_PRIVATE_STEPS
-    return _PERSONAL_MODELS if client is None else _PERSONAL.format(client)
+    if client is None:
+        return _PERSONAL_MODELS
+    return _PERSONAL.format(client)
 
 
 def _model(origin: Origin, params: Params, about: dict[str, Any]) -> TrainedModel:
@@ -197,12 +205,16 @@ def _about(origin: Origin, snapshot: Snapshot, client: int | None) -> dict[str, 
 
 def _covered(model: Model, statement: dict[str, Any]) -> str:
     """Return which epsilon covers a global model, as a sentence."""
-    frozen = _FROZEN if jax.tree.leaves(model.frozen) else ""
+    frozen = ""
+    if jax.tree.leaves(model.frozen):
+        frozen = _FROZEN
     if not statement:
         return _UNTRAINED + frozen
     sums = statement["honest"]["aggregate"]["epsilon"]
+    # A statement has infinity as a text.
     if sums != "inf":
         return _PROMISE.format(sums, statement["delta"], "all data of one client") + frozen
+    # Without private local steps, this entry is None.
     examples = statement["examples"] or {"epsilon": "inf"}
     if examples["epsilon"] != "inf":
         epsilon = examples["epsilon"]
@@ -240,6 +252,7 @@ def _personal(origin: Origin, snapshot: Snapshot, client: int) -> Params:
         np.int32(snapshot.round - 1),
     )
     key = jax.random.fold_in(_evaluation_key(origin.key, snapshot.round), client)
+    # The cached program was made for descriptions, so it gets the arrays here.
     return program.func(population.clients, key, *arguments, frozen=population.frozen)
 
 
@@ -260,6 +273,7 @@ def on_one_device(
         devices: Devices to choose from. None stands for all devices.
     """
     here = jax.process_index()
+    # A process cannot put arrays on another process's devices.
     local = [device for device in devices or jax.devices() if device.process_index == here]
     mesh = mesh_of(clients, local[:1])
     placed = everywhere(mesh, in_rows(clients))
@@ -284,6 +298,7 @@ def _personal_program(algorithm: Algorithm, population: Population) -> functools
 def _one_client(clients: Clients, client: int, capacity: int) -> Clients:
     """Return one client with its own store, with `capacity` training rows and no test rows."""
     rows = clients.train[client][: clients.train_size[client]]
+    # Padding copies the first example of the store, which `ClientData.take` replaces by zeros.
     padded = np.zeros(capacity, np.int32)
     padded[: len(rows)] = rows
     none = Lists.of([[]])
@@ -314,6 +329,7 @@ def _compile_personal(algorithm: Algorithm, population: Population) -> functools
         last: Int[Array, ""],
     ) -> Params:
         (capacity,) = population.capacities
+        # The client lies in slot 0, but keeps its index among all clients.
         data = data_of(clients, 0, client, capacity, index=last, size=population.size)
         return algorithm.personalize(key, server, state, data)
 

@@ -15,9 +15,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from algorithms_table import ALGORITHMS, small_clients
+from algorithms_table import ALGORITHMS, MODEL, small_clients
 
 from jaxfl import simulate
+from jaxfl.algorithms import local_only
+from jaxfl.data import load
 from jaxfl.engine.state_file import Store
 from jaxfl.run import checkpoint
 from jaxfl.run import lock as locking
@@ -660,3 +662,23 @@ def test_a_folder_that_could_not_be_read_is_refused_before_the_first_round(name,
         ValueError, match=r"folder must have a path without \[ \] .*Choose another name"
     ):
         quiet(tmp_path / name / "run")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep": "best", "states": "host"}, "keep must be 'last' with states='host'"),
+        ({"central": load("digits")}, "central must be None for method='local_only'"),
+    ],
+)
+def test_an_error_leaves_the_files_of_the_run_that_would_be_replaced(options, message, tmp_path):
+    def files():
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    settings: Any = {"rounds": 1, "folder": tmp_path, "progress": False}
+    method = local_only(MODEL)
+    simulate(0, method, small_clients(), **settings)
+    before = files()
+    with pytest.raises(ValueError, match=message):
+        simulate(0, method, small_clients(), resume="never", **settings | options)
+    assert files() == before

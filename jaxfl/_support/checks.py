@@ -66,6 +66,7 @@ def traced(value: Any) -> bool:
 
 def nonzero(value: Any) -> bool:
     """Return whether a number is not 0, or is known only when the program runs."""
+    # `bool` of a tracer may raise an error, so the test of a tracer comes first.
     return traced(value) or bool(value)
 
 
@@ -108,6 +109,7 @@ def check_positive(name: str, value: Any, *, zero: bool = False, infinite: bool 
     if traced(value):
         return value
     number = _real(value)
+    # NaN is neither above nor equal to 0, so it raises the error below.
     if (
         number is not None
         and (number > 0 or (zero and number == 0))
@@ -124,10 +126,13 @@ def check_count(name: str, value: Any, *, least: int = 1, most: int | None = Non
 
     None as `most` sets no upper limit.
     """
+    # `_real` gives an int for a whole NumPy or JAX scalar, a float for 2.0, and None for True.
     number = _real(value)
     if isinstance(number, int) and number >= least and (most is None or number <= most):
         return number
-    limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+    limits = f"of at least {least}"
+    if most is not None:
+        limits = f"from {least} to {most}"
     remedy = f"Give for instance {least}."
     if isinstance(number, int) and most is not None and number > most:
         remedy = f"Give at most {most}."
@@ -166,6 +171,7 @@ def check_choice(name: str, value: Any, choices: Collection[Any]) -> Any:
     python_value = plain(value)
     for choice in choices:
         if (
+            # An array has no single truth value for `==`, so its class is compared before.
             isinstance(python_value, type(choice))
             # True equals 1 in Python, but is another choice.
             and isinstance(python_value, bool) == isinstance(choice, bool)
@@ -209,7 +215,9 @@ def check_array(name: str, value: Any) -> np.ndarray:
 
     JAX arrays are fetched. A masked array is an error, and so is a list of them.
     """
-    parts = value if isinstance(value, list | tuple) else (value,)
+    parts: Sequence[Any] = (value,)
+    if isinstance(value, list | tuple):
+        parts = value
     # `np.asarray` drops a mask, so missing values would become numbers.
     if any(isinstance(part, np.ma.MaskedArray) for part in parts):
         raise TypeError(
@@ -219,8 +227,10 @@ def check_array(name: str, value: Any) -> np.ndarray:
     try:
         array = np.asarray(value)
     except Exception:
+        # An array of objects stands for what NumPy cannot read, and raises the error below.
         array = np.array(None)
     kind = array.dtype.kind
+    # The numbers of `ml_dtypes`, such as bfloat16, have kind V as records do, but no names.
     if kind in "OUSMmT" or (kind == "V" and array.dtype.names is not None):
         raise TypeError(
             f"{name} must be an array of numbers, got {show(value)}. {_array_remedy(value, array)}"
@@ -251,6 +261,7 @@ def _array_remedy(value: Any, array: np.ndarray) -> str:
 
 def check_arrays(name: str, value: Any) -> list[np.ndarray]:
     """Require a sequence of arrays of numbers, one for each client, and return it as a list."""
+    # Arrays are no `Sequence`, and those without axes cannot be iterated over.
     array = isinstance(value, np.ndarray | jax.Array) and value.ndim > 0
     if array or is_listed(value):
         return [check_array(f"{name}[{i}]", item) for i, item in enumerate(value)]
@@ -283,6 +294,7 @@ def check_numbers(
     array = check_array(name, value)
     if array.dtype.kind in "iuf" and array.ndim in axes and array.size:
         floats = array.astype(np.float64)
+        # NaN is false in both comparisons, so only the first case has to look for it.
         if negative:
             inside = ~np.isnan(floats)
         elif zero:
@@ -327,7 +339,9 @@ def check_noise(name: str, value: Any, *, axes: Collection[int] = (0, 1)) -> Any
             "1.0, or what jaxfl.privacy.calibrate returns."
         )
     check_numbers(name, value, axes=axes, zero=True)
-    return np.asarray(value) if isinstance(value, jax.Array) else value
+    if isinstance(value, jax.Array):
+        return np.asarray(value)
+    return value
 
 
 def check_counts(
@@ -349,10 +363,13 @@ def check_counts(
         sized = len(array) == length
     else:
         sized = empty or len(array) > 0
+    # An empty list has no minimum, and NumPy reads it as float64, so only its length counts.
     if not sized or (array.size and (array.dtype.kind not in "iu" or array.min() < least)):
-        count = "" if empty else "one or more "
+        count = ""
         if length is not None:
             count = f"{length} "
+        elif not empty:
+            count = "one or more "
         raise ValueError(
             f"{name} must be a list of {count}whole numbers of at least {least}, got "
             f"{show(value)}. Give for instance {show([max(least, 2)] * (length or 1))}."
@@ -382,6 +399,7 @@ def check_key(name: str, value: Any) -> Key[Array, "*P"]:
         ValueError: The key belongs to another generator than threefry.
         TypeError: The value is neither a key nor a seed.
     """
+    # True is an int in Python, but no seed.
     if isinstance(value, int | np.integer) and not isinstance(value, bool) and 0 <= value < 2**32:
         return key_of(int(value))
     if (
@@ -397,6 +415,7 @@ def check_key(name: str, value: Any) -> Key[Array, "*P"]:
                 f"jax.random.key(seed, impl={_GENERATOR!r})."
             )
         return value
+    # The raw data of a threefry key are two words, as `jax.random.PRNGKey` returns them.
     if (
         isinstance(value, jax.Array)
         and value.ndim in (1, 2)
@@ -428,6 +447,7 @@ def check_folder(name: str, value: Any) -> Any:
     try:
         files = [own for own in (path, *path.parents) if own.exists() and not own.is_dir()]
     except OSError as error:
+        # Looking up a path may fail, for instance if a name is too long or a folder is closed.
         raise ValueError(
             f"{name} must be the path of a folder, got {show(value)} ({error.strerror}). "
             "Choose another folder."
@@ -452,7 +472,9 @@ def check_not_empty(name: str, value: Any, *, check: Check) -> Any:
 
 def check_optional(name: str, value: Any, *, check: Check) -> Any:
     """Return the value that another check returns, or None for None."""
-    return None if value is None else check(name, value)
+    if value is None:
+        return None
+    return check(name, value)
 
 
 def unchecked(name: str, value: Any) -> Any:
@@ -487,6 +509,7 @@ def nearest(name: Any, known: Collection[str]) -> str:
     >>> nearest("batchsize", ["batch_size", "epochs"]), nearest("noise", ["noise_multiplier"])
     ("Did you mean 'batch_size'?", "Did you mean 'noise_multiplier'?")
     """
+    # The time of `difflib` grows with the square of the length, so a long text is cut.
     text = str(name)[:100]
     close = difflib.get_close_matches(text, known, 1, 0.65)
     close += [longer for longer in known if text and longer.startswith(text)]
@@ -536,6 +559,7 @@ def checked(**checks: Check) -> Callable[[_F], _F]:
                 for name, parameter in signature.parameters.items()
                 if name != "self"
             }
+            # `options` is the name of the function's `**` argument, or empty without one.
             options = next(
                 (name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD), ""
             )
@@ -548,6 +572,7 @@ def checked(**checks: Check) -> Callable[[_F], _F]:
             by_name = {
                 name: _by_annotation(name, hint, checks.get(name)) for name, hint in named.items()
             }
+            # Only the decorator's own arguments can be wrong here, and no value of a user.
             assert set(checks) <= set(by_name), (
                 f"{target.__qualname__}: {set(checks) - set(by_name)} are no arguments"
             )
@@ -559,11 +584,13 @@ def checked(**checks: Check) -> Callable[[_F], _F]:
             try:
                 bound = signature.bind(*args, **kwargs)
             except TypeError:
+                # A `**` argument takes any name, so a wrong name is then not the cause.
                 if not options:
                     check_keywords(target.__qualname__, by_name, kwargs)
                 _check_positional(signature, args)
                 # Python's own error names the function.
                 return target(*args, **kwargs)
+            # This dict is the one inside of `bound`, so the call below gets the changes made to it.
             further = bound.arguments.get(options, {})
             if fields:
                 check_keywords(target.__qualname__, by_name, further)
@@ -630,7 +657,9 @@ def _by_annotation(name: str, hint: Any, check: Check | None) -> Check:
 
     None passes too if the annotation names None.
     """
-    members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    members: tuple[Any, ...] = (hint,)
+    if get_origin(hint) in (Union, types.UnionType):
+        members = get_args(hint)
     kinds = tuple(member for member in members if member is not types.NoneType)
     if check is None:
         check = _of_kinds(name, kinds)
@@ -664,6 +693,7 @@ def plain(value: Any) -> Any:
     """
     if not isinstance(value, np.generic | np.ndarray | jax.Array) or traced(value):
         return value
+    # A single key of JAX has no axes either, but it holds no number.
     if value.ndim or jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return value
     return value.item()
@@ -682,4 +712,6 @@ def _real(value: Any) -> int | float | None:
         as_float = float(value)
     except OverflowError:
         return None
-    return int(value) if isinstance(value, numbers.Integral) else as_float
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return as_float

@@ -40,6 +40,7 @@ def cache_folder() -> Path:
     Raises:
         OSError: The path has no meaning, for instance because the user has no home.
     """
+    # An empty variable counts as one that is not set.
     folder = Path(os.environ.get("JAXFL_CACHE_DIR") or "~/.cache/jaxfl")
     try:
         return folder.expanduser().absolute()
@@ -55,6 +56,7 @@ def kind(path: Path) -> str | None:
     try:
         mode = os.lstat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
+        # The second error means that a file lies where the path has a folder.
         return None
     if stat.S_ISREG(mode):
         return "a regular file"
@@ -79,6 +81,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int
         OSError: The file cannot be opened.
     """
     found = kind(path)
+    # A path that does not exist is for `os.open` to make, if the flags ask for it, or to reject.
     if found in (None, "a regular file"):
         descriptor = os.open(path, flags | _SAFE, mode)
         # Another process may have replaced the file since the check of the path.
@@ -111,6 +114,7 @@ def write_secret(path: Path, content: bytes) -> None:
         OSError: The disk is full, or cannot hold such a file.
     """
     temporary = _temporary(path)
+    # The file has its permissions from the start, so nobody else can open it before a `chmod`.
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -120,6 +124,7 @@ def write_secret(path: Path, content: bytes) -> None:
         # Unlike a rename, a link replaces nothing.
         os.link(temporary, path, follow_symlinks=False)
     finally:
+        # After a link, the content stays under the file's own name.
         temporary.unlink(missing_ok=True)
     # The caller uses the secret from here on, so a crash must not undo the file's name.
     _sync(path.parent)
@@ -127,6 +132,7 @@ def write_secret(path: Path, content: bytes) -> None:
 
 def leftovers(path: Path) -> list[Path]:
     """Return the temporary files for `path` in its folder, which killed processes may have left."""
+    # The pattern is that of the names that `_temporary` makes.
     name = re.compile(rf"{re.escape(path.name)}\.[0-9a-f]{{16}}")
     return [
         other for other in path.parent.iterdir() if name.fullmatch(other.name) and is_regular(other)
@@ -165,6 +171,7 @@ def append_text(path: Path, text: str) -> None:
     """
     descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND)
     rest = text.encode()
+    # Without a buffer, every `write` is a system call of its own.
     with os.fdopen(descriptor, "wb", buffering=0) as file:
         while rest:
             # A nearly full disk takes a part, and then raises an error.
@@ -173,7 +180,9 @@ def append_text(path: Path, text: str) -> None:
 
 def write_arrays(path: Path, arrays: Mapping[str, Any], *, compress: bool = True) -> None:
     """Write named arrays as one .npz file, atomically and without pickled objects."""
-    method = zipfile.ZIP_DEFLATED if compress else zipfile.ZIP_STORED
+    method = zipfile.ZIP_STORED
+    if compress:
+        method = zipfile.ZIP_DEFLATED
     # `np.savez` does not accept arrays with the names of its own arguments.
     with replacing(path) as temporary, zipfile.ZipFile(temporary, "w", method) as archive:
         for name, value in arrays.items():
@@ -200,6 +209,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
             raw.seek(0)
             with np.load(raw, allow_pickle=False) as file:
                 return {name: file[name] for name in file}
+        # `zipfile` raises a RuntimeError for a password, and for an unknown method of compression.
         except (EOFError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
             raise ValueError(damaged) from error
 
@@ -217,6 +227,7 @@ def recall_arrays(name: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str,
         found = read_arrays(cache_folder() / name)
         arrays = {key: found[key] for key in shapes}
     except (OSError, ValueError, KeyError):
+        # The caller computes the arrays anew, so a damaged copy is no error.
         return None
     for key, array in arrays.items():
         if array.shape != shapes[key] or array.dtype != np.float32 or not np.isfinite(array).all():
@@ -243,6 +254,7 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary.touch(exist_ok=False)
     try:
         yield temporary
+        # A rename is atomic, because both names are in one folder.
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -254,6 +266,7 @@ def _temporary(path: Path) -> Path:
 
 def _sync(folder: Path) -> None:
     """Write the names in a folder to disk, if the system supports it."""
+    # Windows cannot open a folder as a file.
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -272,4 +285,6 @@ def finite_or_none(value: Any) -> Any:
         return {key: finite_or_none(own) for key, own in value.items()}
     if isinstance(value, list):
         return [finite_or_none(own) for own in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -11,6 +11,7 @@ class _Lazy:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
+        # Python keeps the modules that it has imported, so only the first call takes long.
         return getattr(importlib.import_module(self._name), attribute)
 
 

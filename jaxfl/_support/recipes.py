@@ -36,6 +36,7 @@ def with_recipe(build: Callable[_P, _T]) -> Callable[_P, _T]:
         # Defaults may change in a later version.
         bound.apply_defaults()
         recipe = Recipe(build.__name__, dict(bound.arguments), value.functions)
+        # A task is a dataclass, and a model is a named tuple.
         if dataclasses.is_dataclass(value):
             return dataclasses.replace(value, recipe=recipe)
         return value._replace(recipe=recipe)
@@ -52,4 +53,7 @@ def valid_recipe(value: Any) -> Recipe | None:
     if recipe is None:
         return None
     pairs = zip(recipe.functions, value.functions, strict=True)
-    return recipe if all(recorded is own for recorded, own in pairs) else None
+    # Functions of equal code may close over other values, so only the same object counts.
+    if not all(recorded is own for recorded, own in pairs):
+        return None
+    return recipe

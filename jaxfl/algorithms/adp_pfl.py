@@ -63,6 +63,7 @@ _FISHER = {"examples": client_fisher, "mean": squared_gradient}
 
 def _check_percentile(name: str, value: Any) -> Any:
     value = check_positive(name, value, zero=True)
+    # A sweep's traced number has no value to compare.
     if not traced(value) and value >= 100:
         raise ValueError(f"{name} must be in [0, 100), got {value!r}. Give a lower percentile.")
     return value
@@ -116,6 +117,7 @@ def fisher_threshold(threshold: Number, square: Square = "examples") -> MaskFn:
     def select(
         key: Key[Array, ""], model: Model, params: Params, sent: Tree, data: ClientData
     ) -> Tree:
+        # Eq. (14) scales the information, and (15) compares it with tau.
         scaled = normalize_over_all(fisher(model, params, data))
         return jax.tree.map(lambda f: f > threshold, scaled)
 
@@ -149,6 +151,7 @@ def random_share(percentile: Number) -> MaskFn:
     def select(
         key: Key[Array, ""], model: Model, params: Params, sent: Tree, data: ClientData
     ) -> Tree:
+        # The largest of independent draws are a random choice of coordinates.
         drawn = optax.tree.random_like(key, sent, jax.random.uniform)
         return top_percentile_mask(drawn, percentile)
 
@@ -285,15 +288,18 @@ def adp_pfl(
         multiplier: Any = noise
         if not traced(noise) and np.ndim(noise) > 0:
             multiplier = tuple(np.asarray(noise, float).tolist())
+        # Without risks, all clients have the same budget, and the server adds the noise.
         mechanism = Mechanism(noise_multiplier=multiplier, **bounded)
     elif risk_bounds is None:
         mechanism = PrivacyFilter(
+            # Public risks fix the noise of each client before the first round.
             client_noise=_public(noise.noise, risks),
             least_total=noise.least_total,
             **bounded,
         )
     else:
         mechanism = PrivacyFilter(
+            # Released risks set each client's noise in the rounds that follow.
             client_noise=np.asarray(noise.noise),
             least_total=noise.least_total,
             release=Release(client_shares, *risk_bounds, noise=noise.release_noise),
@@ -307,7 +313,11 @@ def adp_pfl(
         terms=Terms(delta),
         name="adp_pfl",
     )
-    return _masked(base, local, mask, risk_fn if isinstance(risks, str) else None)
+    # Risks are measured only if clients release them.
+    measure = None
+    if isinstance(risks, str):
+        measure = risk_fn
+    return _masked(base, local, mask, measure)
 
 
 @checked(
@@ -378,21 +388,29 @@ def adp_pfl_paper(
     if sensitivity == "C":
         divisor = 1
     elif isinstance(sampling, FixedSize):
+        # By (22), one of m participants moves their mean by at most C / m.
         divisor = sampling.size
     else:
         raise ValueError(
             f"sampling must be a FixedSize with sensitivity='C/m', got {sampling!r}. "
             "Give FixedSize(m), or sensitivity='C'."
         )
-    private = isinstance(risks, str)
-    bounded: dict[str, Any] = {
-        "clip": clip,
-        "sampling": sampling,
-        "denominator": "expected" if upload == "updates" else "participants",
-    }
-    stds: Any = noise if traced(noise) else np.asarray(noise, np.float64)
+    denominator = "expected"
+    # Models are averaged over those present, because another divisor would change their scale.
+    if upload == "weights":
+        denominator = "participants"
+    bounded: dict[str, Any] = {"clip": clip, "sampling": sampling, "denominator": denominator}
+    stds: Any = noise
+    # NumPy cannot read a sweep's traced number, which division takes as it is.
+    if not traced(noise):
+        stds = np.asarray(noise, np.float64)
+    measure = None
+    broken = None
     client_noise = stds / divisor
-    if private:
+    if isinstance(risks, str):
+        # The server receives the exact risks, so there is no finite epsilon.
+        measure = risk_fn
+        broken = _REVEALED_RISK
         release = Release(client_shares)
         mechanism = PrivacyFilter(client_noise=client_noise, release=release, **bounded)
     elif risks is None:
@@ -403,10 +421,12 @@ def adp_pfl_paper(
         f"sensitivity {sensitivity}, with budgets taken for epsilons that add up, "
         "or for their maximum"
     )
-    claimed = None if claim is None else (claim, rule)
-    terms = Terms(delta, claimed, _REVEALED_RISK if private else None)
+    claimed = None
+    if claim is not None:
+        claimed = (claim, rule)
+    terms = Terms(delta, claimed, broken)
     base = fedavg(model, local=local, mechanism=mechanism, terms=terms, name="adp_pfl_paper")
-    return _masked(base, local, mask, risk_fn if private else None, weights=upload == "weights")
+    return _masked(base, local, mask, measure, weights=upload == "weights")
 
 
 def _masked(
@@ -427,22 +447,31 @@ def _masked(
         weights: Whether clients send masked weights and not masked updates.
     """
     model = base.model
-    method = sends_weights(base) if weights else base
+    method = base
+    if weights:
+        method = sends_weights(base)
 
     def client_update(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> tuple:
         (sent, _), client, info = method.client_update(key, server, client, data)
-        params = sent if weights else optax.tree.add(server.params, sent)
+        params = sent
+        if not weights:
+            params = optax.tree.add(server.params, sent)
+        # One sum suffices, because NaN and infinity persist in sums.
         lost = ~jnp.isfinite(optax.tree.sum(params))
         # An update that will be dropped needs neither a risk nor a mask.
         data = dataclasses.replace(data, size=jnp.where(lost, 0, data.size))
         # Training folds smaller numbers than this one into the key, so the draws are independent.
-        unused = local.epochs if local.steps is None else local.steps
+        unused = local.epochs
+        if local.steps is not None:
+            unused = local.steps
         masking, probing = jax.random.split(jax.random.fold_in(key, unused))
         risk = None
         if risk_fn is not None:
+            # Eq. (7) and (8): the risk is that of the trained model.
             risk = risk_fn(probing, model, params, data)
             info |= {"risk": risk}
         if mask is not None:
+            # What is sent is cut first, so the engine clips only what the mask keeps.
             upload_mask = mask(masking, model, params, sent, data)
             sent = sparsify(upload_mask, sent)
             size = sum(leaf.size for leaf in jax.tree.leaves(upload_mask))
@@ -457,5 +486,6 @@ def _public(noise: Any, risks: Any) -> Float[np.ndarray, "#T C"]:
 
     The client with the least risk gets `noise` itself.
     """
+    # By (12), a client's share of the budget is inverse to its risk.
     risks = np.asarray(risks, np.float64)
     return np.atleast_1d(noise)[:, None] * (risks / risks.min())

@@ -116,6 +116,7 @@ def apfl(
             "weights": decayed(local.optimizer, local.decay, data),
             "alpha": _projected_sgd(alpha_learning_rate),
         }
+        # Alpha takes plain projected steps, whatever optimizer the weights have.
         optimizer = optax.partition(optimizers, ("weights", Own("weights", "alpha")))
         # The optimizer already has the round's decay.
         training = dataclasses.replace(local, optimizer=optimizer, decay=None)
@@ -145,6 +146,7 @@ def _projected_sgd(learning_rate: Number) -> optax.GradientTransformation:
     """Return SGD that keeps its parameters within [0, 1]."""
 
     def project(updates: Tree, params: Tree | None) -> Tree:
+        # An optax update is added to the parameters, so it leads to the projected point.
         return jax.tree.map(lambda u, p: jnp.clip(p + u, 0, 1) - p, updates, params)
 
     return optax.chain(optax.sgd(learning_rate), optax.stateless(project))

@@ -76,6 +76,7 @@ def blur_lus(
     'blur_lus'
     """
     check_bound(clip, "penalty_weight", penalty_weight)
+    # BLUR: with the weight 0, no step computes the penalty.
     penalty = None
     if nonzero(penalty_weight):
         penalty = functools.partial(excess, bound=clip, penalty_weight=penalty_weight)
@@ -93,9 +94,11 @@ def blur_lus(
 
     def client_update(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> tuple:
         message, client, info = base.client_update(key, server, client, data)
+        # LUS: small entries are cut before the engine clips, so they take no part in the norm.
         masks = top_k_masks(message.update, model.layers, density)
         return Message(sparsify(masks, message.update)), client, info
 
+    # The places of the largest entries follow from data, so clients must send them, too.
     values = functools.partial(number_sent, layers=model.layers, density=density)
     return base._replace(
         name="blur_lus", client_update=client_update, sparse=Sparse(values, public=False)

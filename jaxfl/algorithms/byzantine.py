@@ -70,6 +70,7 @@ def byzantine(
                 scale * jax.random.normal(leaf_key, leaf.shape, leaf.dtype)
                 for leaf_key, leaf in zip(keys, leaves)
             ]
+        # All clients have one program, which selects by the client's index.
         sent = [jnp.where(lying, false, leaf) for false, leaf in zip(lie, leaves)]
         return message._replace(update=jax.tree.unflatten(structure, sent)), client, info
 

@@ -115,5 +115,9 @@ def dp_fedavg_mixed(
         adapted = matrix_scaled(private, penalty=penalty)
     elif smoothing is not None:
         adapted = prior_corrected(private, smoothing=smoothing)
-    personal = adapted if tuning is None else fine_tuned(adapted, local=tuning)
+    personal = adapted
+    # Fine-tuning wraps the map, so that the shared model trains through it.
+    if tuning is not None:
+        personal = fine_tuned(adapted, local=tuning)
+    # The mixture comes last, because each of its folds repeats all of this without some examples.
     return mixed(personal, local=alone, folds=folds)._replace(name="dp_fedavg_mixed")

@@ -3,7 +3,7 @@
 import optax
 
 from jaxfl._support.checks import GAUSSIAN, at_least_0, checked, nonzero
-from jaxfl.algorithms.fedavg import Penalty, dp_fedavg
+from jaxfl.algorithms.fedavg import GradientRule, Penalty, dp_fedavg
 from jaxfl.local.sam import sam
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.sampling import Sampling
@@ -59,6 +59,10 @@ def dp_fedsam(
     >>> dp_fedsam(mlp((8, 8, 1), 10), clip=0.2, noise_multiplier=0.95, sampling=Poisson(0.1)).name
     'dp_fedsam'
     """
+    gradient: GradientRule | None = None
+    # Without an ascent, a step needs one gradient and not two.
+    if nonzero(radius):
+        gradient = sam(radius)
     method = dp_fedavg(
         model,
         clip=clip,
@@ -66,7 +70,7 @@ def dp_fedsam(
         sampling=sampling,
         local=local,
         penalty=penalty,
-        gradient=sam(radius) if nonzero(radius) else None,
+        gradient=gradient,
         server_optimizer=server_optimizer,
         delta=delta,
     )

@@ -74,6 +74,7 @@ def dp_lg(
     def client_update(
         key: Key[Array, ""], server: Server, client: Params, data: ClientData
     ) -> tuple:
+        # Both parts train together, but only the head's change is clipped, noised and sent.
         params, info = local.train(key, model, {**client, **server.params}, data)
         extractor, head = split_head(model, params)
         return Message(optax.tree.sub(head, server.params)), extractor, info

@@ -22,7 +22,7 @@ from jaxfl._support.checks import (
 from jaxfl.algorithms.fedrep import check_extractor, split_head
 from jaxfl.local.masks import keep, number_sent, random_masks, sparsify, top_k_masks
 from jaxfl.local.penalties import check_bound, distance_to_bound
-from jaxfl.local.train import LocalSGD, fit_head
+from jaxfl.local.train import LocalSGD, LossTerm, fit_head
 from jaxfl.privacy.mechanisms import Mechanism, PrivateMask
 from jaxfl.privacy.mechanisms.gaussian import noise_share
 from jaxfl.privacy.sampling import Sampling
@@ -140,7 +140,9 @@ def dp_pfeddsu(
     0.01
     """
     sparse_layers = _check_layers(model, sparse_layers)
-    wider = density if backward_density is None else backward_density
+    wider: Number = density
+    if backward_density is not None:
+        wider = backward_density
     if not (traced(wider) or traced(density)) and wider < density:
         raise ValueError(
             f"backward_density must be at least density={density!r}, got {wider!r}. Raise it, or "
@@ -150,12 +152,16 @@ def dp_pfeddsu(
     def masks(params: Params, public: UInt32[Array, "2"]) -> tuple[Tree, Tree]:
         layers = _sparse(model, params, sparse_layers)
         if mask_source == "public_random":
+            # All clients derive the round's mask from the public key.
             select = functools.partial(random_masks, public_key(public), params, layers)
         else:
+            # A mask is a constant of the gradient, even if it follows the trained weights.
             select = functools.partial(top_k_masks, lax.stop_gradient(params), layers)
         mask = select(density)
+        support = mask
         # A sweep's traced numbers cannot be compared, so identity decides.
-        support = mask if wider is density else select(wider)
+        if wider is not density:
+            support = select(wider)
         return mask, support
 
     mechanism = Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling)
@@ -236,9 +242,11 @@ def dp_pfeddsu_paper(
 
     def masks(params: Params, public: UInt32[Array, "2"]) -> tuple[Tree, Tree]:
         layers = _sparse(model, params, sparse_layers)
+        # A mask is a constant of the gradient, though it follows the trained weights.
         mask = top_k_masks(lax.stop_gradient(params), layers, density)
         return mask, mask
 
+    # On a coordinate in all masks, the shares of the expected cohort have the multiplier sigma.
     share = noise_share(noise_multiplier, sampling, clients)
     mechanism = PrivateMask(clip=clip, client_noise=share, sampling=sampling)
     method = _sparsified(
@@ -252,7 +260,9 @@ def dp_pfeddsu_paper(
         evaluation_epochs=evaluation_epochs,
     )
     rule = "assuming noise on all weights, regardless of the masks"
-    claimed = None if claim is None else (claim, rule)
+    claimed = None
+    if claim is not None:
+        claimed = (claim, rule)
     sparse = _sparse_update(model, sparse_layers, density, public=False)
     return method._replace(name="dp_pfeddsu_paper", terms=Terms(delta, claimed), sparse=sparse)
 
@@ -264,6 +274,7 @@ def _check_layers(model: Model, num_layers: int | None) -> int:
     """
     if num_layers is None:
         return 4
+    # Only the shapes count, so no weights are drawn.
     shapes = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
     extractor = {name: shapes[name] for name in shapes.keys() - set(model.head)}
     most = len(_sparse(model, extractor, num_layers))
@@ -283,6 +294,7 @@ def _sparse(model: Model, params: Params, num_layers: int) -> list[str]:
         for name in model.layers
         if any(leaf.ndim >= 2 for leaf in jax.tree.leaves(params.get(name)))
     ]
+    # A negative start would count from the end, and leave layers out.
     return kernels[max(0, len(kernels) - num_layers) :]
 
 
@@ -321,6 +333,7 @@ def _sparsified(
     """
     before_evaluation = head
     if evaluation_epochs is not None:
+        # `steps` would take the place of the epochs.
         before_evaluation = dataclasses.replace(head, epochs=evaluation_epochs, steps=None)
     clip = mechanism.clip
     server_optimizer = optax.sgd(1.0)
@@ -334,6 +347,7 @@ def _sparsified(
         data: ClientData,
         head: LocalSGD = before_evaluation,
     ) -> Params:
+        # The head is fitted to features of the sparse extractor that the server broadcasts.
         params = {**keep(server.mask, server.params), **client}
         fitted, _ = fit_head(key, model, params, data, local=head)
         return fitted
@@ -341,6 +355,7 @@ def _sparsified(
     def client_update(
         key: Key[Array, ""], server: SparseServer, client: Params, data: ClientData
     ) -> tuple:
+        # Step 1: the client fits its own head on the frozen extractor.
         first, second = jax.random.split(key)
         _, fitted = split_head(model, fit(first, server, client, data, head))
 
@@ -367,13 +382,20 @@ def _sparsified(
         def adaptive_norm(params: Params) -> Array:
             return distance_to_bound(params, server.params, mask_of(params), clip, penalty_weight)
 
-        penalty = adaptive_norm if nonzero(penalty_weight) else None
+        penalty: LossTerm | None = None
+        if nonzero(penalty_weight):
+            penalty = adaptive_norm
+        # Step 2: the extractor trains with the head frozen, by (6) to (8) and (10).
         extractor, info = local.train(
             second, model, server.params, data, apply=apply, mask=support_of, penalty=penalty
         )
+        # Step 3: the update on the support is sent. A private support follows the trained weights.
         support = support_of(extractor)
         update = sparsify(support, optax.tree.sub(extractor, server.params))
-        extra = support if isinstance(mechanism, PrivateMask) else None
+        extra = None
+        # The published mechanism adds noise on the support alone, so it must know the support.
+        if isinstance(mechanism, PrivateMask):
+            extra = support
         return Message(update, extra), fitted, info
 
     def init(key: Key[Array, ""], num_clients: int) -> tuple[SparseServer, Params]:

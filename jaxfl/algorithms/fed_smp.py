@@ -82,6 +82,7 @@ def fed_smp(
     )
 
     def masks(params: Params, public: UInt32[Array, "2"]) -> tuple[Tree, Tree]:
+        # Clients train all weights, so the forward pass has no mask.
         return (), random_masks(public_key(public), params, model.layers, density)
 
     def init(key: Key[Array, ""], num_clients: int) -> tuple[SparseServer, Tree]:
@@ -90,11 +91,13 @@ def fed_smp(
     def client_update(
         key: Key[Array, ""], server: SparseServer, client: Tree, data: ClientData
     ) -> tuple:
+        # The base trains as in DP-FedAvg, and knows no masks.
         dense = Server(server.params, server.optimizer)
         message, client, info = base.client_update(key, dense, client, data)
         return Message(sparsify(server.support, message.update)), client, info
 
     def server_update(server: SparseServer, aggregate: Tree) -> SparseServer:
+        # The noise is on all coordinates. The mask is public, so dropping some costs no privacy.
         aggregate = keep(server.support, aggregate)
         return sparse_step(server_optimizer, server, aggregate, masks)
 

@@ -21,7 +21,7 @@ from jaxfl._support.checks import (
 )
 from jaxfl.algorithms.fine_tuned import fine_tuned
 from jaxfl.local.penalties import proximal
-from jaxfl.local.train import GradientFn, LocalSGD, check_head
+from jaxfl.local.train import GradientFn, LocalSGD, LossTerm, check_head
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Full, Sampling
@@ -59,6 +59,7 @@ def local_only(
     def client_update(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> tuple:
         del server
         params, info = local.train(key, model, client, data)
+        # Nothing is sent, so the update has no arrays.
         return Message(()), params, info
 
     return Algorithm(
@@ -118,8 +119,9 @@ def fedavg(
         return init_server(model.init(key), server_optimizer), ()
 
     def client_update(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> tuple:
-        pull = (lambda params: penalty(params, server.params)) if penalty else None
+        pull = pull_to(server.params, penalty)
         params, info = local.train(key, model, server.params, data, penalty=pull, gradient=gradient)
+        # The server's optimizer steps along changes of weights, not along weights.
         return Message(optax.tree.sub(params, server.params)), client, info
 
     return Algorithm(
@@ -166,7 +168,10 @@ def fedprox(
     >>> fedprox(mlp((8, 8, 1), 10, hidden=(16,)), mu=0.1).name
     'fedprox'
     """
-    penalty = functools.partial(proximal, mu=mu) if nonzero(mu) else None
+    penalty: Penalty | None = None
+    # With the weight 0, the steps are those of FedAvg and compute no penalty.
+    if nonzero(mu):
+        penalty = functools.partial(proximal, mu=mu)
     return fedavg(
         model,
         local=local,
@@ -230,6 +235,7 @@ def dp_fedavg(
     >>> private.mechanism.clip
     0.5
     """
+    # The default denominator is the expected qN, which says nothing about who takes part.
     mechanism = Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling)
     return fedavg(
         model,
@@ -305,6 +311,22 @@ def dp_fedavg_fb(
     return fine_tuned(base, local=head, parts=model.head)._replace(name="dp_fedavg_fb")
 
 
+def pull_to(center: Params, penalty: Penalty | None) -> LossTerm | None:
+    """Return a penalty as a function of a client's parameters alone, or None without a penalty.
+
+    Args:
+        center: The broadcast parameters.
+        penalty: Function of a client's parameters and the broadcast ones.
+    """
+    if penalty is None:
+        return None
+
+    def pull(params: Params) -> Float[Array, ""]:
+        return penalty(params, center)
+
+    return pull
+
+
 def keeps_models(base: Algorithm, name: str, client_update: Callable[..., tuple]) -> Algorithm:
     """Return a method whose clients keep a model, and are evaluated with this model.
 
@@ -338,9 +360,11 @@ def sends_weights(method: Algorithm) -> Algorithm:
 
     def client_update(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> tuple:
         message, client, info = method.client_update(key, server, client, data)
+        # The weights are the broadcast plus the update that the method would send.
         return Message(optax.tree.add(server.params, message.update)), client, info
 
     def server_update(server: Server, aggregate: Params) -> Server:
+        # A mean of weights is the next model itself.
         return server._replace(params=aggregate)
 
     return method._replace(

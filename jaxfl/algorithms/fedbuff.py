@@ -85,11 +85,13 @@ def fedbuff(algorithm: Algorithm, *, staleness: int | Int[np.ndarray, "C"]) -> A
                 f"{np.size(staleness)} numbers. Give one for each client."
             )
         server, clients = algorithm.init(key, num_clients)
+        # Clients of the first rounds have no older state than the first one.
         return Versions(server, init_clients(server, oldest + 1)), clients
 
     def age_of(key: Key[Array, ""], client_id: Any) -> Int[Array, ""]:
         if by_client:
             return jnp.asarray(staleness)[client_id]
+        # The key is the client's own, so clients draw independently of each other.
         return jax.random.randint(jax.random.fold_in(key, _STALENESS), (), 0, oldest + 1)
 
     def client_update(
@@ -98,6 +100,7 @@ def fedbuff(algorithm: Algorithm, *, staleness: int | Int[np.ndarray, "C"]) -> A
         age = age_of(key, data.id)
         old = jax.tree.map(lambda leaf: leaf[age], server.known)
         message, client, info = algorithm.client_update(key, old, client, data)
+        # The engine clips after this scaling, so the sensitivity of the sum stays the same.
         scaled = jax.tree.map(lambda leaf: leaf / jnp.sqrt(1.0 + age), message.update)
         return message._replace(update=scaled), client, info
 
@@ -105,6 +108,7 @@ def fedbuff(algorithm: Algorithm, *, staleness: int | Int[np.ndarray, "C"]) -> A
         current = algorithm.server_update(server.current, aggregate)
 
         def prepend(new: Array, old: Array) -> Array:
+            # The oldest state is dropped, so that S + 1 states remain.
             return jnp.concatenate([new[None], old[:-1]])
 
         return Versions(current, jax.tree.map(prepend, current, server.known))
@@ -112,6 +116,7 @@ def fedbuff(algorithm: Algorithm, *, staleness: int | Int[np.ndarray, "C"]) -> A
     def personalize(
         key: Key[Array, ""], server: Versions, client: Tree, data: ClientData
     ) -> Params:
+        # An evaluation has no delay, so it takes the newest state.
         return algorithm.personalize(key, server.current, client, data)
 
     return algorithm._replace(

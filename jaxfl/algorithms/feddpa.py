@@ -163,11 +163,14 @@ def feddpa_paper(
     >>> feddpa_paper(mlp((8, 8, 1), 10), **options).mechanism.client_noise
     0.5
     """
+    # In the sum over the expected cohort, these shares have the multiplier sigma.
     share = noise_share(noise_multiplier, sampling, clients)
     mechanism = Mechanism(clip=clip, client_noise=share, sampling=sampling)
     lambdas = (lambda1, lambda2)
     method = _personalized(model, mechanism, threshold, lambdas, reg, local, "stored")
-    claimed = None if claim is None else (claim, _RULE)
+    claimed = None
+    if claim is not None:
+        claimed = (claim, _RULE)
     return method._replace(name="feddpa_paper", terms=Terms(delta, claimed))
 
 
@@ -245,6 +248,7 @@ def _paper_rule(
     at rate :math:`q B / n`.
     """
     steps = max(1, int(rate * rounds * epochs * examples / batch_size))
+    # A batch may have more examples than there are, and a rate must not exceed 1.
     return steps, Poisson(min(1.0, rate * batch_size / examples))
 
 
@@ -261,20 +265,25 @@ def _personalized(
 
     `lambdas` are the weights of the penalties of stages A and B, whose form is `reg`.
     """
+    # Only the penalty of stage B compares a norm with the clip bound.
     _, lambda2 = lambdas
     check_bound(mechanism.clip, "lambda2", lambda2)
     server_optimizer = optax.sgd(1.0)
 
     def local_update(key: Key[Array, ""], server: Server, old: Params, data: ClientData) -> tuple:
+        # Step 1: the Fisher information of the client's old model decides, by (5).
         fisher = client_fisher(model, old, data)
         personal = fisher_mask(normalize_per_layer(fisher), threshold)
+        # Step 2: personal and shared coordinates are complements, by (6).
         shared = jax.tree.map(jnp.logical_not, personal)
         first, second = jax.random.split(key)
         penalty_a, penalty_b = _penalties(
             reg, server.params, personal, shared, lambdas, mechanism.clip
         )
         params = merge(personal, old, server.params)
+        # Step 3: stage A trains the personal coordinates.
         params, _ = local.train(first, model, params, data, mask=personal, penalty=penalty_a)
+        # Step 4: stage B trains the shared coordinates of the result of stage A.
         params, info = local.train(second, model, params, data, mask=shared, penalty=penalty_b)
         count = sum(leaf.size for leaf in jax.tree.leaves(personal))
         return params, info | {"personal": optax.tree.sum(personal) / count}
@@ -287,6 +296,7 @@ def _personalized(
         key: Key[Array, ""], server: Server, client: Params, data: ClientData
     ) -> tuple:
         params, info = local_update(key, server, client, data)
+        # Step 5: all coordinates are sent, so the message has no mask.
         return Message(optax.tree.sub(params, server.params)), params, info
 
     def personalize(
@@ -313,6 +323,7 @@ def _penalties(
     lambda1, lambda2 = lambdas
 
     def by_tensor(params: Params) -> Float[Array, ""]:
+        # The published code takes a norm of each tensor, and leaves the masks out.
         difference = optax.tree.sub(params, center)
         norms = [safe_norm(leaf) for leaf in jax.tree.leaves(difference)]
         return jnp.sum(jnp.stack(norms))
@@ -327,6 +338,10 @@ def _penalties(
             return distance_to_bound(params, center, shared, bound, lambda2)
         return 0.5 * lambda2 * jnp.abs(by_tensor(params) - bound)
 
-    penalty_a = stage_a if nonzero(lambda1) else None
-    penalty_b = stage_b if nonzero(lambda2) else None
+    penalty_a: LossTerm | None = None
+    penalty_b: LossTerm | None = None
+    if nonzero(lambda1):
+        penalty_a = stage_a
+    if nonzero(lambda2):
+        penalty_b = stage_b
     return penalty_a, penalty_b

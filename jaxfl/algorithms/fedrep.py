@@ -12,7 +12,7 @@ from jax import Array
 from jaxtyping import Float, Key
 
 from jaxfl._support.checks import GAUSSIAN, checked, count_from_0, nonzero, show
-from jaxfl.local.train import LocalSGD, fit_head
+from jaxfl.local.train import LocalSGD, LossTerm, fit_head
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Sampling
 from jaxfl.server import Server, init_clients, init_server, server_step
@@ -91,6 +91,7 @@ def fedrep(
     """
     before_evaluation = head
     if evaluation_epochs is not None:
+        # `steps` would take the place of the epochs.
         before_evaluation = dataclasses.replace(head, epochs=evaluation_epochs, steps=None)
     if not model.head and (head.trains or before_evaluation.trains):
         raise ValueError(
@@ -109,26 +110,32 @@ def fedrep(
         head: LocalSGD = before_evaluation,
     ) -> Params:
         params = parts.join(server.params, client)
+        # Without a step, `fit_head` would still compute all features.
         if not head.trains:
             return params
 
         def decay(params: Params) -> Float[Array, ""]:
             weight = 0.5 * parts.decay
             personal = parts.personal(server.params, params)
+            # The gradient of half the squared norm is the part itself, as for a weight decay.
             return weight * jnp.asarray(optax.tree.norm(personal, squared=True))
 
-        penalty = decay if nonzero(parts.decay) else None
+        penalty: LossTerm | None = None
+        if nonzero(parts.decay):
+            penalty = decay
         fitted, _ = fit_head(key, model, params, data, local=head, penalty=penalty)
         return fitted
 
     def client_update(
         key: Key[Array, ""], server: Server, client: Params, data: ClientData
     ) -> tuple:
+        # The client fits its head first, and then trains the extractor through it.
         first, second = jax.random.split(key)
         fitted = fit(first, server, client, data, head)
         personal = parts.personal(server.params, fitted)
 
         def apply(shared: Params, x: Array, *key: Array) -> Array:
+            # The personal part is a constant here, so only the shared part has a gradient.
             return model.apply(parts.join(shared, personal), x, *key)
 
         shared, info = local.train(second, model, server.params, data, apply=apply)
@@ -136,6 +143,7 @@ def fedrep(
 
     init = start_parts(model, parts, server_optimizer)
     server_update = functools.partial(server_step, server_optimizer)
+    # `fit` personalizes too: the head is fitted to the last broadcast, and then discarded.
     return Algorithm(name, model, init, client_update, server_update, fit, mechanism, terms=terms)
 
 

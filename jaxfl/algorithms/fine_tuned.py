@@ -49,7 +49,9 @@ def fine_tuned(
     'fine_tuned(fedavg)'
     """
     model = algorithm.model
-    layers = model.layers if parts is None else parts
+    layers: Sequence[str] = model.layers
+    if parts is not None:
+        layers = parts
     unknown = [name for name in layers if name not in model.layers]
     if unknown:
         raise ValueError(
@@ -58,7 +60,9 @@ def fine_tuned(
         )
 
     def personalize(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> Params:
-        start = algorithm.personalize(jax.random.fold_in(key, _BEFORE), server, client, data)
+        # The method may train for an evaluation too, so its draws have a key of their own.
+        own_key = jax.random.fold_in(key, _BEFORE)
+        start = algorithm.personalize(own_key, server, client, data)
         return fit_layers(key, model, start, data, local=local, layers=layers)
 
     return algorithm._replace(name=f"fine_tuned({algorithm.name})", personalize=personalize)

@@ -70,6 +70,7 @@ def ifca(
 
     def init(key: Key[Array, ""], num_clients: int) -> tuple[Server, Tree]:
         del num_clients
+        # Equal models would have equal losses, and all clients would choose the first one.
         several = jax.vmap(model.init)(jax.random.split(key, clusters))
         return init_server(several, server_optimizer), ()
 
@@ -79,6 +80,7 @@ def ifca(
         def losses(x: Array, labels: Array, real: Bool[Array, "B"]) -> Float[Array, "k"]:
             outputs = jax.vmap(lambda params: model.apply(params, x))(several)
             own = jax.vmap(lambda outputs: model.task.loss(outputs, labels))(outputs)
+            # A product with 0 would keep a NaN of padding.
             return jnp.sum(jnp.where(real, own, 0), axis=1)
 
         total = summed(model, data, losses)

@@ -127,10 +127,13 @@ def matrix_scaled(
         del x
         return found(logits)
 
+    updated = algorithm.client_update
+    if train is not None:
+        updated = client_update
     return algorithm._replace(
         name=f"matrix_scaled({algorithm.name})",
         model=extended(model, _LOGITS_MAP, start, change),
-        client_update=algorithm.client_update if train is None else client_update,
+        client_update=updated,
         personalize=personalize,
     )
 
@@ -166,6 +169,7 @@ def fit_map(
     Array([1, 0], dtype=int32)
     """
     blocks, batch, classes = logits.shape
+    # Padding comes last, so blocks that hold nothing else are left out.
     used = longest(-(-jnp.sum(real) // batch))
     constant = jnp.full((blocks, batch, 1), _CONSTANT)
     inputs = jnp.concatenate([logits, constant], axis=-1)
@@ -176,6 +180,7 @@ def fit_map(
     labelled = rows.T @ jax.nn.one_hot(labels.reshape(-1), classes)
     # The Hessian of -log softmax is at most 1/2.
     curvature = penalty + jnp.linalg.norm(rows.T @ rows) / 2
+    # The last row is that of the constant input, whose weights start at 0.
     identity = jnp.eye(classes + 1, classes)
 
     def gradient(weights: Float[Array, "I K"]) -> Float[Array, "I K"]:
@@ -191,6 +196,7 @@ def fit_map(
 
     def step(index: Int[Array, ""], carry: tuple[Array, Array]) -> tuple[Array, Array]:
         before, ahead = carry
+        # The step is 1 / L, and the momentum k / (k + 3) is Nesterov's for convex functions.
         after = ahead - gradient(ahead) / curvature
         momentum = index / (index + 3.0)
         return after, after + momentum * (after - before)

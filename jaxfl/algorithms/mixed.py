@@ -107,8 +107,9 @@ def mixed(
         )
     by_class = model.task.name == "classification"
     mix = functools.partial(_mixture, _MIXTURES[model.task.name])
-    choices = [0.0, 1.0] if pick else np.arange(11) / 10
-    weights = np.array(choices, np.float32)
+    weights = (np.arange(11) / 10).astype(np.float32)
+    if pick:
+        weights = np.array([0.0, 1.0], np.float32)
 
     def layers_from(key: Key[Array, ""]) -> Params:
         params = model.init(key)
@@ -135,21 +136,25 @@ def mixed(
         fold = _folds(jax.random.fold_in(key, _FOLDS), data, folds, by_class=by_class)
 
         def fit(data: ClientData) -> tuple[Params, Params]:
+            # All fits have one start and one key, so they differ in nothing but the examples.
             own, _ = local.train(jax.random.fold_in(key, _TRAINING), model, start, data)
             return own, algorithm.personalize(key, server, client, data)
 
         def leave_out(index: Int[Array, ""], carry: tuple) -> tuple:
             """Train without fold `index`, and add the losses on it. The last index has no fold."""
             *_, losses = carry
+            # In the last pass `left_out` is empty, so it adds no loss.
             training, left_out = _divided(data, fold == index)
             own, shared = fit(training)
             return own, shared, losses + losses_of(own, shared, left_out)
 
+        # The loop needs the shapes of its carry before the first fit.
         shapes = jax.eval_shape(fit, data)
         unfitted = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         carry = (*unfitted, jnp.zeros(len(weights)))
         # A loop holds the program of training once, and not once for each fold.
         own, shared, losses = lax.fori_loop(0, folds + 1, leave_out, carry)
+        # `argmin` would return a NaN, so NaN counts as infinite.
         best = jnp.argmin(jnp.where(jnp.isnan(losses), jnp.inf, losses))
         return {**shared, _MIXTURE: Mixture(own, jnp.asarray(weights)[best])}
 
@@ -157,6 +162,7 @@ def mixed(
         return mix(mixture.weight, model.apply(mixture.own, x), outputs)
 
     def unmixed(key: Key[Array, ""]) -> Mixture:
+        # With the weight 0, the outputs are those of the method.
         return Mixture(layers_from(key), jnp.zeros(()))
 
     # The model cannot be split at its head, because the own model reads inputs, not features.
@@ -175,6 +181,7 @@ def _folds(key: Key[Array, ""], data: ClientData, folds: int, *, by_class: bool)
         rank = jnp.argsort(jnp.argsort(jnp.where(real, drawn, 2.0)))
         return jnp.where(real, rank % folds, -1)
     _, labels = data.take(positions)
+    # The last key counts most: real positions come first, by class, and at random within one.
     order = jnp.lexsort((drawn, labels, ~real))
     ordered = jnp.where(real, labels[order].astype(jnp.int32), -1)
     changes = ordered[1:] != ordered[:-1]
@@ -182,6 +189,7 @@ def _folds(key: Key[Array, ""], data: ClientData, folds: int, *, by_class: bool)
     first = jnp.concatenate([edge, changes])
     last = jnp.concatenate([changes, edge])
     # An example that is both the first and the last of its class is the only one.
+    # Neighbours have different folds, so each class is spread over the folds.
     fold = jnp.where(real & ~(first & last), positions % folds, -1)
     return fold[jnp.argsort(order)]
 
@@ -195,6 +203,7 @@ def _divided(data: ClientData, out: Bool[Array, "N"]) -> tuple[ClientData, Clien
             order.
     """
     real = jnp.arange(data.padded) < data.size
+    # Remaining examples come first, then those that are left out, then padding.
     order = jnp.argsort(jnp.where(real, out, 2), stable=True)
     ordered = data.in_order(order)
     training_size = data.size - jnp.sum(out)

@@ -108,31 +108,39 @@ def dp_ridge(
     """
 
     def statistics(x: Float[Array, "B F"], hot: Float[Array, "B K"]) -> Tree:
+        # These are the batch's parts of n_i A_i and n_i B_i.
         extended = _extended(x, hot, radius)
         return {"second": extended.T @ extended, "cross": extended.T @ hot}
 
     def solve(mean: Tree) -> Linear:
+        # Noise is independent on both sides of the diagonal, so the noisy mean is not symmetric.
         values, vectors = jnp.linalg.eigh(mean["second"], symmetrize_input=True)
+        # The ridge is above 0, so no division is by 0.
         inverse = 1 / (jnp.maximum(values, 0) + ridge)
         return _linear(vectors @ (inverse[:, None] * (vectors.T @ mean["cross"])))
 
     def correct(head: Linear, total: Tree) -> Linear:
         assert personal is not None
         kernel, bias = head
+        # This inverts `_linear`, and gives the W of the server.
         before = jnp.concatenate([kernel, bias[None] / radius]) / scale
         second = total["second"] + personal * jnp.eye(len(before))
         cross = total["cross"] + personal * before
+        # The matrix is positive definite, because mu is above 0.
         return _linear(jax.scipy.linalg.solve(second, cross, assume_a="pos"))
 
     def _linear(weights: Float[Array, "F1 K"]) -> Linear:
         return scale * weights[:-1], scale * radius * weights[-1]
 
+    corrected: Callable[[Linear, Tree], Linear] | None = None
+    if personal is not None:
+        corrected = correct
     return _one_shot(
         "dp_ridge",
         model,
         statistics,
         solve,
-        None if personal is None else correct,
+        corrected,
         Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling),
         Terms(delta),
     )
@@ -211,18 +219,24 @@ def dp_prototypes(
         assert personal is not None
         kernel, _ = head
         count = total["share"][:, None] / radius
+        # The server's prototypes are the kernel's columns, without the factor of the logits.
         features = total["features"] + personal * kernel.T / scale
+        # The divisor is at least mu, also for a class that the client does not have.
         return _linear(features / (count + personal))
 
     def _linear(prototypes: Float[Array, "K F"]) -> Linear:
+        # The bias is the constant -c |mu_k|^2 / 2 of the logits.
         return scale * prototypes.T, -0.5 * scale * jnp.sum(prototypes**2, axis=1)
 
+    corrected: Callable[[Linear, Tree], Linear] | None = None
+    if personal is not None:
+        corrected = correct
     return _one_shot(
         "dp_prototypes",
         model,
         statistics,
         solve,
-        None if personal is None else correct,
+        corrected,
         Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling),
         Terms(delta),
     )
@@ -272,6 +286,7 @@ def _one_shot(
 
     def sums(params: Params, data: ClientData) -> Tree:
         def of_batch(x: Array, labels: Array, real: Bool[Array, "B"]) -> Tree:
+            # Sums over many examples need single precision, whatever the network's dtype.
             features = extract(params, x).astype(jnp.float32)
             hot = jax.nn.one_hot(labels, classes)
             is_real = real[:, None]
@@ -289,6 +304,7 @@ def _one_shot(
         key: Key[Array, ""], server: OneShotServer, client: Tree, data: ClientData
     ) -> tuple:
         del key
+        # A client without examples sends zeros.
         mean = optax.tree.scale(1 / jnp.maximum(data.size, 1), sums(server.params, data))
         return Message(mean), client, {}
 
@@ -305,6 +321,7 @@ def _one_shot(
         if correct is None:
             return server.params
         shared = head_of(server.params)
+        # The extractor never changes, so these features are those of the server's statistics.
         own = correct(shared, sums(server.params, data))
         return with_head(server.params, own)
 
@@ -365,6 +382,7 @@ def _is_linear(model: Model, layer: str, shapes: Params) -> bool:
     assert model.classify is not None
     classify = model.classify
     features = jax.ShapeDtypeStruct((2, shapes["kernel"].shape[0]), jnp.float32)
+    # An activation or a further layer shows in the primitives of the program.
     program = jax.make_jaxpr(lambda head, x: classify({layer: head}, x))(shapes, features)
     primitives = collections.Counter(_primitives(program.jaxpr))
     return primitives.keys() <= _LINEAR and primitives["dot_general"] == 1
@@ -378,6 +396,7 @@ def _primitives(program: core.Jaxpr) -> Iterator[str]:
             for value in operation.params.values()
             if isinstance(value, core.ClosedJaxpr | core.Jaxpr)
         ]
+        # An operation that runs other programs, such as a `jit`, counts by their operations.
         if not parts:
             yield operation.primitive.name
         for part in parts:
@@ -387,6 +406,7 @@ def _primitives(program: core.Jaxpr) -> Iterator[str]:
 
 def _clipped(x: Float[Array, "B F"], radius: Number) -> Float[Array, "B F"]:
     """Return the rows of x, of which those longer than `radius` are scaled down to it."""
+    # A row of zeros stays zero, because the divisor is above 0.
     norm = jnp.linalg.norm(x, axis=1, keepdims=True)
     return x * jnp.minimum(1, radius / jnp.maximum(norm, 1e-30))
 

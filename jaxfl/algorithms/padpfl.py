@@ -128,7 +128,9 @@ def padpfl(
     weights, delta = _impacts_and_delta(impacts, rounds, delta)
     z = sound_noise(epsilon, rounds, delta, accountant)
     if weights is not None:
+        # The exposure is 1, unless the factors change by round.
         z *= _exposure(weights)
+    # An upload can move by 2C, for which this std is calibrated.
     s = sound_upload_noise(upload_epsilon, rounds, delta, accountant)
     mechanism = Mechanism(
         clip=clip,
@@ -215,6 +217,7 @@ def padpfl_paper(
     50.0
     """
     weights, delta = _impacts_and_delta(impacts, rounds, delta)
+    # Eq. (8) counts L uploads, and sigma_A counts T broadcasts.
     s = nbafl_noise(epsilon, delta=delta, smallest=smallest, times=exposures)
     z = nbafl_noise(epsilon, delta=delta, smallest=smallest, times=rounds)
     mechanism = Mechanism(
@@ -228,6 +231,7 @@ def padpfl_paper(
     rule = (
         f"sensitivity 2C/m of weights to an example, T={rounds} broadcasts, L={exposures} uploads"
     )
+    # A sweep's traced epsilon has no value that a statement could name.
     claim = None
     if not traced(epsilon) and math.isfinite(epsilon):
         claim = (float(epsilon), rule)
@@ -286,7 +290,9 @@ def impact_table(impacts: Impacts, rounds: int) -> Float[np.ndarray, "..."]:
     >>> impact_table(lambda t: np.array([0.5, 0.5]) if t < 1 else np.array([0.0, 1.0]), 2).tolist()
     [[0.5, 0.5], [0.0, 1.0]]
     """
-    factors: Any = [impacts(t) for t in range(rounds)] if callable(impacts) else impacts
+    factors: Any = impacts
+    if callable(impacts):
+        factors = [impacts(t) for t in range(rounds)]
     table = _impacts("impacts", factors)
     rows = np.atleast_2d(table)
     if len(rows) not in (1, rounds):
@@ -294,6 +300,7 @@ def impact_table(impacts: Impacts, rounds: int) -> Float[np.ndarray, "..."]:
             f"impacts must have 1 or {rounds} rows, got {len(rows)} in {show(table)}. Give one row "
             "for all rounds, or one row for each round."
         )
+    # Decimal fractions rarely add up to 1 exactly, so a small error is allowed.
     totals = rows.sum(axis=1)
     worst = np.argmax(np.abs(totals - 1))
     if np.abs(totals[worst] - 1) > 1e-6:
@@ -376,13 +383,19 @@ def convergence_bound(
     check_positive("convexity", convexity, zero=True)
     # A client moves on average by at most this times the gradient.
     reach = dissimilarity * (1 + gamma) / mu
+    # The next three are lambda_2 in two steps, and lambda_1. Lambda_0 is half the smoothness.
     descent = -(1 - gamma * dissimilarity) / mu
     quadratic = descent + smoothness * reach / mu + smoothness * reach**2 / 2
     linear = 1 + smoothness * reach
-    moves = np.zeros(len(noise)) if changes is None else np.asarray(changes)
+    moves = np.zeros(len(noise))
+    if changes is not None:
+        moves = np.asarray(changes)
+    # The mean norm of d numbers is at most the root of their mean squared norm.
     norm = np.sqrt(parameters) * np.asarray(noise, np.float64)
     by_noise = linear * gradient * norm + smoothness / 2 * norm**2
+    # A change of p moves the objective and its minimum, each by at most half of this term.
     added = by_noise + spread * moves + max(quadratic, 0) * gradient**2
+    # If lambda_2 is positive, it adds to the gap above, and nothing contracts.
     contraction = max(0.0, 1 + 2 * convexity * min(quadratic, 0))
     bound = [gap]
     for term in added:
@@ -408,6 +421,7 @@ def _with_inexactness(base: Algorithm, mu: float) -> Algorithm:
 
     def client_update(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> tuple:
         message, client, info = base.client_update(key, server, client, data)
+        # Eq. (4) compares the gradients at w^t and at the trained weights.
         before = _slope(base.model, server.params, server.params, data, mu)
         trained = optax.tree.add(server.params, message.update)
         after = _slope(base.model, trained, server.params, data, mu)

@@ -96,6 +96,7 @@ def personal_budgets(
     """
     if rule == "level":
         low, mid, high = levels
+        # Algorithm 2 compares the preferences with the levels themselves.
         level = np.where(preferences < low, low, mid)
         level = np.where(preferences > high, high, level)
         return Budgets(np.maximum(floor, preferences * level), level)
@@ -104,6 +105,7 @@ def personal_budgets(
             f"base must be above 1, got {base!r}. Give a larger number, because budgets are "
             "R log2(base)."
         )
+    # Eq. (7) gives the budgets, whose places between the cut points give the levels.
     epsilon = np.maximum(floor, preferences * math.log2(base))
     cuts_reached = np.searchsorted(cuts, epsilon, side="right")
     return Budgets(epsilon, np.array(levels)[cuts_reached])
@@ -289,8 +291,13 @@ def pdp_fl_paper(
             f"sampling must fix the number of participants with aggregation={aggregation!r} and "
             f"top_up={top_up!r}, got {sampling!r}. Give Full() or FixedSize(n)."
         )
-    participants = sampling.expected(len(asked)) if sampling.fixed else 1.0
-    divisor = participants if aggregation == "printed" else 1.0
+    participants = 1.0
+    if sampling.fixed:
+        participants = sampling.expected(len(asked))
+    divisor = 1.0
+    # Algorithm 3 divides the clients' mean by n again.
+    if aggregation == "printed":
+        divisor = participants
 
     def noise_of(budget: float) -> float:
         return float(nbafl_noise(float(budget), delta=delta, smallest=smallest))
@@ -394,6 +401,7 @@ class LevelNoise(NamedTuple):
 
         The std grows with the sum of the participants' levels.
         """
+        # Eq. (20) gives the noise on the mean, which times the sum of levels is that on the sum.
         missing = self.epsilon_max**-2 - (self.participants / level_sum) ** 2
         return self.scale * level_sum * jnp.sqrt(jnp.maximum(0.0, missing))
 
@@ -453,6 +461,7 @@ def _by_level(
     if rule is None:
         return Mechanism(noise_multiplier=noise_multiplier, **shared)
     levels = np.sort(budgets.level)
+    # A rule comes with a sampler that fixes n, so the expected number is n itself.
     participants = int(sampling.expected(len(levels)))
     # The cohort with the lowest levels gets the least noise.
     least = float(rule.std(levels[:participants].sum()))
@@ -467,6 +476,7 @@ def _by_kind(
 
     Budgets are first rounded down to at most 64 distinct values.
     """
+    # Every kind is calibrated once, so few kinds save time. Rounding down only adds noise.
     kinds, kind_of_client = np.unique(round_down(budgets), return_inverse=True)
     noise = np.array([noise_fn(float(kind)) for kind in kinds])
     return noise[kind_of_client]

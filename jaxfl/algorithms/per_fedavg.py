@@ -88,6 +88,7 @@ def per_fedavg(
         # The halves are every other example, given as weights.
         first = jnp.where(jnp.arange(len(weights)) % 2 == 0, weights, 0)
         second = jnp.where(jnp.sum(weights) > 1, weights - first, first)
+        # First order: the inner step is a constant of the outer gradient.
         step = lax.stop_gradient(jax.grad(half_loss)(params, first))
         inner = optax.tree.add_scale(params, -inner_learning_rate, step)
         return half_loss(inner, second)

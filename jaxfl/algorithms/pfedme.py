@@ -86,11 +86,13 @@ def pfedme(
     )
 
     def apply(pair: tuple[Params, Params], x: Array, *key: Array) -> Array:
+        # The loss is that of theta. Only the penalty brings in w.
         _, personal = pair
         return model.apply(personal, x, *key)
 
     def pull(pair: tuple[Params, Params]) -> Float[Array, ""]:
         weights, personal = pair
+        # The gradient at w is that of the envelope, which `envelope` computes.
         return proximal(personal, lax.stop_gradient(weights), penalty_weight)
 
     def envelope(gradient_fn: GradientFn) -> GradientFn:
@@ -106,6 +108,7 @@ def pfedme(
             def descend(i: Int[Array, ""], carry: tuple) -> tuple:
                 _, personal = carry
                 value, (_, slope) = gradient_fn((weights, personal))
+                # The carry keeps the value of the last step only, which is what training reports.
                 return value, optax.tree.add_scale(personal, -inner_learning_rate, slope)
 
             value, personal = lax.fori_loop(0, inner_steps, descend, (jnp.zeros(()), start))
@@ -119,6 +122,7 @@ def pfedme(
     ) -> tuple:
         shared = decayed(local.optimizer, local.decay, data)
         labels = ("weights", "personal")
+        # The rate -1 subtracts the difference, which moves theta to its new value.
         optimizer = optax.partition({"weights": shared, "personal": optax.scale(-1.0)}, labels)
         # The decay is in the optimizer already, because it must not scale the steps of theta.
         outer = dataclasses.replace(local, optimizer=optimizer, decay=None)

@@ -17,7 +17,13 @@ from jaxfl._support.checks import (
     checked,
     nonzero,
 )
-from jaxfl.algorithms.fedavg import GradientRule, dp_fedavg, dp_fedavg_fb, keeps_models
+from jaxfl.algorithms.fedavg import (
+    GradientRule,
+    dp_fedavg,
+    dp_fedavg_fb,
+    keeps_models,
+    pull_to,
+)
 from jaxfl.local.penalties import proximal
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.dp_sgd import DPSGD
@@ -114,13 +120,20 @@ def pmtl(
     def client_update(
         key: Key[Array, ""], server: Server, client: Params, data: ClientData
     ) -> tuple:
-        pull = (lambda params: penalty(params, server.params)) if penalty else None
-        first = client if start == "own" else server.params
+        pull = pull_to(server.params, penalty)
+        first = server.params
+        if start == "own":
+            first = client
         params, info = local.train(key, model, first, data, penalty=pull)
-        origin = first if send == "step" else server.params
+        origin = server.params
+        # A difference also sends how far the client's own start was from the broadcast.
+        if send == "step":
+            origin = first
         sent = params
+        # The copy starts from the broadcast, so the update has nothing of the client's own model.
         if send == "copy":
             sent, _ = local.train(jax.random.fold_in(key, _COPY), model, server.params, data)
+        # The client keeps w_i, whatever it sends.
         return Message(optax.tree.sub(sent, origin)), params, info
 
     return keeps_models(base, "pmtl", client_update)
@@ -236,6 +249,7 @@ def mr_mtl(
     """
     base = pmtl(
         model,
+        # Privacy comes from the steps of `local`, so updates need neither a bound nor noise.
         clip=math.inf,
         noise_multiplier=0.0,
         sampling=sampling,

@@ -76,6 +76,7 @@ def ppsgd(
     per_example = loss or model.task.loss
     # With the learning rate 1, a step's change of the parameters is the negative gradient.
     local = LocalSGD(optax.sgd(1.0), batch_size, steps=1)
+    # The aggregate is a mean of negative gradients, so the server's rate is eta_w.
     server_optimizer = optax.sgd(server_learning_rate)
 
     def apply(both: tuple[Params, Params], x: Array, *key: Array) -> Array:
@@ -90,6 +91,7 @@ def ppsgd(
         before = (server.params, client)
         after, info = local.train(key, model, before, data, apply=apply, loss=batch_loss)
         shared_change, head_change = optax.tree.sub(after, before)
+        # The head's own gradient stays on the client, so it is neither clipped nor noised.
         head = optax.tree.add_scale(client, personal_learning_rate, head_change)
         return Message(shared_change), head, info
 
@@ -198,6 +200,7 @@ def added_head(model: Model, decay: Number = 0.0) -> Parts:
     def personal(shared: Params, params: Params) -> Params:
         _, shared_head = split_head(model, shared)
         _, head = split_head(model, params)
+        # A fitted head is the sum of both heads, so this inverts `join`.
         return optax.tree.sub(head, shared_head)
 
     return Parts(cut=cut, join=join, personal=personal, decay=decay)

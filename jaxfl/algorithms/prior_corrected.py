@@ -149,7 +149,10 @@ def prior_corrected(
     def personalize(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> Params:
         offset = offset_of(data)
         with_offset = functools.partial(add, offset)
-        correction = changed_logits(with_offset) if train else contextlib.nullcontext()
+        # With `train`, training before an evaluation has the offset as rounds have it.
+        correction: contextlib.AbstractContextManager = contextlib.nullcontext()
+        if train:
+            correction = changed_logits(with_offset)
         with correction:
             params = algorithm.personalize(key, server, client, data)
         return {**params, _LOG_PRIOR: offset}
@@ -162,6 +165,7 @@ def prior_corrected(
     ) -> Params:
         params = personalize(key, server.method, client, data)
         shared = released_log_prior(server, released * unit_of(algorithm.mechanism.clip))
+        # This is the offset log pi_i - log pi. Common constants of either change no prediction.
         return {**params, _LOG_PRIOR: params[_LOG_PRIOR] - shared}
 
     def client_update(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> tuple:
@@ -177,21 +181,27 @@ def prior_corrected(
 
     def send_shares(key: Key[Array, ""], server: Counted, client: Tree, data: ClientData) -> tuple:
         message, client, info = algorithm.client_update(key, server.method, client, data)
+        # A client without examples has shares of 0.
         shares = class_counts(data, classes) / jnp.maximum(data.size, 1)
         joint = with_shares(message.update, released * shares, algorithm.mechanism.clip)
         return message._replace(update=joint), client, info
 
     def server_update(server: Counted, aggregate: Tree) -> Counted:
         method = algorithm.server_update(server.method, aggregate["update"])
+        # The aggregate is what the mechanism releases, so pi costs no further privacy.
         shares = aggregate["shares"]
+        # The squares later give the variance between rounds.
         squares = server.squares + jnp.sum(shares**2)
         total = server.total + shares
         return Counted(method, total, squares, server.rounds + 1)
 
+    updated = algorithm.client_update
+    if train:
+        updated = client_update
     corrected = algorithm._replace(
         name=f"prior_corrected({algorithm.name})",
         model=extended(model, _LOG_PRIOR, start, add),
-        client_update=client_update if train else algorithm.client_update,
+        client_update=updated,
         personalize=personalize,
     )
     if not releases:
@@ -295,7 +305,9 @@ def with_shares(update: Tree, shares: Float[Array, "K"], bound: Number) -> Tree:
     >>> clip(joint, 2.0)[0]["shares"]
     Array([1.2, 0. ], dtype=float32)
     """
+    # An infinite bound only measures the norm, in single precision.
     _, norm = clip(update, math.inf)
+    # The norm of h is below 1, so the root is real and above 0.
     room = bound * jnp.sqrt(1 - jnp.sum(shares**2))
     # Clipping divides the message by this factor, which therefore cancels in the shares.
     excess = jnp.maximum(1, norm / room)
@@ -304,6 +316,7 @@ def with_shares(update: Tree, shares: Float[Array, "K"], bound: Number) -> Tree:
 
 def unit_of(bound: Number) -> Float[Array, ""]:
     """Return the bound, or 1 if the bound is infinite."""
+    # A sweep's bound is known only when the program runs, so `where` decides.
     return jnp.where(jnp.isinf(bound), 1.0, bound)
 
 
@@ -338,6 +351,7 @@ def class_counts(data: ClientData, classes: int) -> Float[Array, "K"]:
     _, labels = data.take(positions)
     real = positions < data.size
     weights = real.astype(jnp.float32)
+    # Padding has the label 0, but no weight.
     return jnp.bincount(labels.astype(jnp.int32), weights=weights, length=classes)
 
 
@@ -368,13 +382,16 @@ def released_log_prior(server: Counted, unit: Number) -> Float[Array, "K"]:
     Array([ 0.  , -0.69, -3.11], dtype=float32)
     """
     classes = len(server.total)
+    # Before the first round all sums are 0, so pi is uniform.
     rounds = jnp.maximum(server.rounds, 1)
     # Without released shares the scale is 0, so pi is uniform.
     scale = jnp.where(unit > 0, 1 / jnp.where(unit > 0, unit, 1), 0)
     mean = scale * server.total / rounds
     spread = scale**2 * server.squares / rounds - jnp.sum(mean**2)
+    # This is v: the variance of a round's shares, estimated from T rounds, over T.
     error = jnp.maximum(spread, 0) / jnp.maximum(rounds - 1, 1)
     distance = jnp.sum((mean - jnp.mean(mean)) ** 2)
+    # This is lambda, which is 0 if the shares differ by no more than their error.
     trust = jnp.where(distance > error, 1 - error / jnp.where(distance > 0, distance, 1), 0)
     shares = trust * mean + (1 - trust) / classes
     return _log_over_largest(jnp.maximum(shares, _LEAST / classes))

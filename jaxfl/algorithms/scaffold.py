@@ -106,6 +106,7 @@ def scaffold(
     def client_update(
         key: Key[Array, ""], server: ScaffoldServer, client: Params, data: ClientData
     ) -> tuple:
+        # The correction c - c_i stays the same in all steps of a round.
         correction = optax.tree.sub(server.control, client)
 
         def corrected(gradient_fn: GradientFn) -> GradientFn:
@@ -117,14 +118,17 @@ def scaffold(
 
         params, info = local.train(key, model, server.params, data, gradient=corrected)
         update = optax.tree.sub(params, server.params)
+        # K follows from the client's number of examples, so training reports it.
         steps = info["steps"]
         length = learning_rate * jnp.maximum(steps, 1)
 
         # A client without examples takes no steps, and its variate stays as it is.
         def change_of(update: Array, control: Array) -> Array:
+            # This is c_i^+ - c_i, because the update is y - x.
             return jnp.where(steps > 0, -update / length - control, 0).astype(control.dtype)
 
         change = jax.tree.map(change_of, update, server.control)
+        # Both halves are in one message, so the clip bounds their joint norm.
         return Message((update, change)), optax.tree.add(client, change), info
 
     def server_update(server: ScaffoldServer, aggregate: tuple[Params, Params]) -> ScaffoldServer:
@@ -132,6 +136,7 @@ def scaffold(
         params, optimizer = base.server_update(Server(server.params, server.optimizer), update)
 
         def moved(control: Array, change: Array) -> Array:
+            # The aggregate divides by qN, and the share q turns this into a division by N.
             return (control + server.share * change).astype(control.dtype)
 
         control = jax.tree.map(moved, server.control, change)

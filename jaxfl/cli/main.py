@@ -100,6 +100,7 @@ def main() -> None:
 
 def parse(words: list[str]) -> Callable[[], None]:
     """Return the command that the words of a command line ask for, without running it."""
+    # A command must run outside of `_read_options`, which catches errors and exits of tyro.
     commands = {name: _postponed(command) for name, command in _commands(words).items()}
     read = functools.partial(
         tyro.extras.subcommand_cli_from_dict, commands, prog="jaxfl", description=__doc__
@@ -134,11 +135,13 @@ def _read_options(reader: Callable[..., T], words: list[str]) -> T:
     Raises:
         SystemExit: A word is wrong, or asks for help.
     """
+    # Tyro prints its errors in a box to stderr, before it exits the program.
     box = io.StringIO()
     try:
         with contextlib.redirect_stderr(box):
             return reader(args=words)
     except SystemExit as end:
+        # A request for help ends the program too, with the code 0.
         if end.code:
             print(f"error: {_message(box.getvalue(), words[:1])}", file=sys.stderr)
         raise
@@ -155,6 +158,7 @@ def _message(box: str, command: list[str]) -> str:
     """
     plain = re.sub(r"\x1b\[[0-9;]*m", "", box)
     lines = [line.strip(" |\u2500\u2502\u256d\u256e\u2570\u256f") for line in plain.splitlines()]
+    # The first line is the title. A line that separates parts is empty by now, or has only dashes.
     ruled = itertools.groupby(lines[1:], lambda line: not line.strip("-"))
     message, *comments = [" ".join(map(str.strip, part)) for rule, part in ruled if not rule]
     message = re.sub(r"^Error parsing (\S*dummy\S*: )?", "", message).removesuffix(".")
@@ -162,10 +166,10 @@ def _message(box: str, command: list[str]) -> str:
     message = re.sub(r"--[\w-]+/(?=--)", "", message)
     if found := re.fullmatch(_CHOICE, message):
         value, name, choices = found.groups()
-        near = nearest(value, re.findall(r"'(.*?)'", choices))
+        remedy = nearest(value, re.findall(r"'(.*?)'", choices))
         # `run` has no option that takes several values.
-        several = "," in value and command != ["run"]
-        remedy = "Separate values by spaces." if several else near
+        if "," in value and command != ["run"]:
+            remedy = "Separate values by spaces."
         return f"{name} must be one of its choices, got {show(value)}. {remedy}"
     if found := re.fullmatch(r"Unrecognized (?:or misplaced )?options: (.*)", message):
         words = re.sub(r" \(applied to [^)]*\),?", ",", found[1])
@@ -175,7 +179,9 @@ def _message(box: str, command: list[str]) -> str:
         return f"{', '.join(names)} must be given, got none. The help says more (--help)."
     for pattern, sentences in _FORMS:
         message = re.sub(f"^{pattern}$", sentences, message)
-    return f"{message[:_LONGEST]}..." if len(message) > _LONGEST else f"{message}."
+    if len(message) > _LONGEST:
+        return f"{message[:_LONGEST]}..."
+    return f"{message}."
 
 
 def _unknown(words: str, comments: list[str], command: list[str]) -> str:
@@ -183,15 +189,20 @@ def _unknown(words: str, comments: list[str], command: list[str]) -> str:
     for comment in comments:
         if found := re.match(r"Available subcommands: (.*)", comment):
             return f"command must be one of {found[1]}, got {show(words)}. Choose one of these."
-    of_run = " A number of the method is --option NAME=VALUE." if command == ["run"] else ""
+    of_run = ""
+    if command == ["run"]:
+        of_run = " A number of the method is --option NAME=VALUE."
     options = [word for word in words.split(", ") if word.startswith("-")]
+    # Words without an option are values too many.
     if not options:
         remedy = f"Leave out the surplus.{of_run}"
         return f"words must be options or their values, got {show(words)}. {remedy}"
     similar = re.findall(r"Perhaps you meant: (?:\S+, )*(\S+)", " ".join(comments))
     # Another command may have an option of this name.
     similar = [name for name in similar if name != options[0]]
-    remedy = f"Did you mean {similar[0]}?" if similar else "Options are listed by --help."
+    remedy = "Options are listed by --help."
+    if similar:
+        remedy = f"Did you mean {similar[0]}?"
     return f"option must be known to the command, got {show(options[0])}. {remedy}{of_run}"
 
 
@@ -224,13 +235,18 @@ def in_one_line(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     if isinstance(error, KeyboardInterrupt):
+        # All processes of a run stop, and one of them says so.
         if jax.process_index() == 0:
             print(f"\n{str(error) or 'stopped'}", file=sys.stderr)
         sys.exit(signals.exit_code(error))
+    # The innermost frame is of the module that raised the error. Only errors of this library's own
+    # modules have a remedy in their text, so those of JAX and NumPy keep their traceback.
     last = trace
     while last is not None and last.tb_next is not None:
         last = last.tb_next
-    module = "" if last is None else last.tb_frame.f_globals.get("__name__", "")
+    module = ""
+    if last is not None:
+        module = last.tb_frame.f_globals.get("__name__", "")
     of_check = isinstance(error, ValueError | TypeError) and module.split(".")[0] == "jaxfl"
     if of_check:
         text = str(error)
@@ -252,6 +268,7 @@ def _commands(words: list[str]) -> dict[str, Callable[..., None]]:
     Args:
         words: Words of the command line.
     """
+    # An option and its value may be one word, as in --config=FILE.
     parted: list[str] = []
     for word in words:
         if word.startswith("--"):
@@ -268,6 +285,7 @@ def _commands(words: list[str]) -> dict[str, Callable[..., None]]:
         file = configs[0]
 
     def settings_of(command: str, kind: type[T]) -> T:
+        # With a file there is a first word, because --config is one of the words.
         if file is not None and words[0] == command:
             return settings.read_settings(kind, file)
         return kind()
@@ -288,6 +306,7 @@ def _commands(words: list[str]) -> dict[str, Callable[..., None]]:
             config: YAML file of settings, which options replace. Its entry `options` has further
                 numbers of the method.
         """
+        # Options of the command line replace those of the file.
         numbers = {**setting.options, **settings.parse_options(option)}
         setting = dataclasses.replace(setting, options=numbers)
         dataset = setting.population.load()
@@ -415,8 +434,10 @@ def plan(
         for row in found
     ]
     if report is not None:
+        # On stdout, the path would mix with the JSON text.
         print(jaxfl.write_plan(found, report), file=sys.stderr)
     if as_json:
+        # All mechanisms are planned at one delta.
         values = {"delta": found[0].delta, "mechanisms": rows}
         print(json.dumps(values, indent=1))
         return
@@ -440,6 +461,7 @@ def data(name: str = "all", /) -> None:
     """
     check_choice("name", name, ("all", *NAMES))
     if name not in ("all", "digits"):
+        # The error about a dataset that is absent says how to get it.
         print(f"{name}: {find_prepared(name, None)}")
         return
     shown = (name,)
@@ -481,6 +503,7 @@ def throughput(seconds: float = 5.0) -> float:
     Args:
         seconds: Least duration of the measurement.
     """
+    # Random pictures take as long to train on as real ones, and need no dataset.
     generator = np.random.default_rng(0)
     number = 64
     size = 50
@@ -501,6 +524,7 @@ def throughput(seconds: float = 5.0) -> float:
         chunk = 32
     center, states = initialize(key, key, algorithm, population)
     step = compile_rounds(algorithm, population, chunk=chunk, segment=1)
+    # The first call compiles the program. Each call donates its center and states.
     center, states, _ = jax.block_until_ready(step(key, 0, 1, center, states))
     rounds = 0
     began = time.monotonic()

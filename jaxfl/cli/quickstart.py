@@ -68,6 +68,7 @@ def main(config: tyro.conf.OmitArgPrefixes[Config] = Config()) -> None:
     """Run six methods on handwritten digits, and show the accuracy and epsilon of each."""
     if config.scale == "smoke":
         config = dataclasses.replace(config, clients=60, rounds=3)
+        # The flags have no effect after JAX has started, so they are set before there is a model.
         compile_quickly()
         model = mlp((8, 8, 1), 10, hidden=(32,))
     else:
@@ -78,6 +79,7 @@ def main(config: tyro.conf.OmitArgPrefixes[Config] = Config()) -> None:
         folder = run_folder(config.out, algorithm.name, config, config.seed)
         result = simulate(config.seed, algorithm, clients, rounds=config.rounds, folder=folder)
         rows.append((algorithm.name, result))
+    # On several hosts, one process prints for all.
     if jax.process_index() == 0:
         data = f"digits, {config.clients} clients of {config.classes} classes"
         print_methods(rows, f"{data}, target epsilon {config.epsilon:g}")
@@ -94,6 +96,7 @@ def methods(config: Config, model: Model, examples: int) -> list[Algorithm]:
         model: The network.
         examples: Number of training examples of all clients, for the claim of FedDPA's paper.
     """
+    # The private methods have the same sampler and rounds, so one multiplier serves all of them.
     sampling = Poisson(config.rate)
     z = calibrate(
         config.epsilon,
@@ -110,7 +113,9 @@ def methods(config: Config, model: Model, examples: int) -> list[Algorithm]:
         "sampling": sampling,
         "delta": config.delta,
     }
+    # Methods without noise hide no cohort, so they may divide by their actual participants.
     plain = Mechanism(sampling=sampling, denominator="participants")
+    # The paper counts single examples, so its epsilon is shown as a claim only.
     claimed = paper_epsilon(
         z,
         delta=config.delta,
@@ -144,8 +149,11 @@ def print_methods(rows: list[tuple[str, Result]], title: str) -> None:
         claim = result.statement["claim"]
         scores = [f"{100 * last[metric]:.1f}%" for metric in ("accuracy", "accuracy_worst10")]
         bounds = [honest[observer]["epsilon"] for observer in ("aggregate", "upload")]
+        # A statement holds JSON values, and JSON has no infinity.
         shown = ["∞" if bound == "inf" else f"{bound:.3g}" for bound in bounds]
-        claimed = f"{claim['epsilon']:.3g}" if claim else "–"
+        claimed = "–"
+        if claim:
+            claimed = f"{claim['epsilon']:.3g}"
         table.add_row(name, *scores, *shown, claimed)
     Console().print(table)
 

@@ -67,6 +67,7 @@ def _each(check: Check, example: str) -> Check:
 
 def _check_ends(name: str, value: Any) -> tuple[float, float]:
     """Require two finite numbers above 0, the smaller one first, and return them as a tuple."""
+    # Python cannot compare text with numbers, so the entries are checked before their order.
     numbers = isinstance(value, tuple | list) and all(map(_is_number, value))
     if not numbers or len(value) != 2 or not 0 < value[0] < value[1] < math.inf:
         raise ValueError(
@@ -182,6 +183,7 @@ class FederatedData:
             case "iid":
                 train = data.iid(labels, self.clients, seed=seed)
             case _:
+                # Every client gets at least two examples, which limits the number of clients.
                 check_count("clients", self.clients, most=len(labels) // 2)
                 train = data.dirichlet(labels, self.clients, self.alpha, seed=seed, minimum=2)
         return data.make_clients(dataset, train, data.matching(train, labels, others, seed=seed))
@@ -219,7 +221,9 @@ class Setting:
     @property
     def sampling(self) -> Sampling:
         """Sampler that draws the participants of a round."""
-        return Full() if self.rate == 1 else Poisson(self.rate)
+        if self.rate == 1:
+            return Full()
+        return Poisson(self.rate)
 
     def network(self, dataset: Dataset) -> Model:
         """Return the model for a dataset.
@@ -234,6 +238,8 @@ class Setting:
         try:
             return models.build(name, shape, dataset.classes)
         except ValueError as error:
+            # Errors have the form "NAME must ..., got ...". Only the rule makes sense here, because
+            # the user gave the name of a model and no shape.
             rule = str(error).partition(", got")[0]
             raise ValueError(
                 f"model must fit examples of shape {shape}, got {name!r}, whose {rule}. "
@@ -262,10 +268,15 @@ class Setting:
         """
         batch_size = self.local.batch_size
         epochs = self.local.epochs
+        # With a momentum of 0, Optax would still keep a state as large as the weights.
         sgd = optax.sgd(learning_rate, momentum=self.local.momentum or None)
+        sampling = self.sampling
+        # Clients of `local_only` send nothing, so all of them may train in every round.
+        if name == "local_only":
+            sampling = Full()
         return {
             "local": LocalSGD(sgd, batch_size, epochs),
-            "sampling": Full() if name == "local_only" else self.sampling,
+            "sampling": sampling,
             "batch_size": batch_size,
             "epochs": epochs,
             "mechanism": Mechanism(sampling=self.sampling, denominator="participants"),
@@ -339,12 +350,14 @@ class Run(Setting):
         """
         noisy = private(self.method)
         limited = math.isfinite(self.epsilon)
+        # Clients of `local_only` send nothing, so its epsilon is 0 and within any limit.
         if limited and not noisy and self.method != "local_only":
             raise ValueError(
                 f"epsilon must be infinite for {self.method}, which takes no noise, got "
                 f"{self.epsilon:g}. Leave epsilon out."
             )
         options: dict[str, Any] = {"learning_rate": self.local.learning_rate, "clip": self.clip}
+        # Options by name must not replace a setting that has an option of its own.
         known = numbers(self.method)
         for name in self.options:
             if name in options:
@@ -404,6 +417,7 @@ class Compare(Setting):
         Raises:
             ValueError: A learning rate is given, which the points would replace.
         """
+        # A learning rate that equals the default counts as left out.
         given = self.local.learning_rate
         if given != Local().learning_rate:
             raise ValueError(
@@ -415,6 +429,7 @@ class Compare(Setting):
             build = functools.partial(self.algorithm, name, model)
             axes = {"learning_rate": self.learning_rates}
             if private(name):
+                # The noise follows from each epsilon, so it is no axis of the tuning.
                 build = functools.partial(_with_noise, build)
                 axes["clip"] = self.clips
             found[name] = Candidate(build, spread(self.points, **axes))
@@ -443,6 +458,7 @@ def read_settings(kind: type[_Kind], path: str | os.PathLike) -> _Kind:
     try:
         values = _parse(pathlib.Path(path).read_bytes())
     except RecursionError:
+        # Python's own text is about its limit, and not about the file.
         problem = "nests too deeply"
     except Exception as error:
         # The parser's constructors raise errors of any kind.
@@ -466,6 +482,7 @@ _SCALARS = {
     "merge": "<<",
     "null": r"~|null|Null|NULL|",
     "bool": r"true|True|TRUE|false|False|FALSE",
+    # The first pattern that matches decides, and that of floats matches whole numbers too.
     "int": r"[-+]?[0-9]+",
     "float": (
         r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
@@ -489,6 +506,7 @@ def _parse(text: bytes) -> Any:
         """PyYAML's safe loader, with the scalars of YAML 1.2."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            # PyYAML would keep the last one of equal keys, and say nothing.
             names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
             if repeated := [name for name in names if names.count(name) > 1]:
                 raise ValueError(f"{repeated[0]!r} is there twice")
@@ -498,7 +516,9 @@ def _parse(text: bytes) -> Any:
     Loader.yaml_implicit_resolvers = {}
     for name, pattern in _SCALARS.items():
         expression = re.compile(f"(?:{pattern})$")
+        # None means that the pattern is tried for scalars with any first letter.
         Loader.add_implicit_resolver(f"tag:yaml.org,2002:{name}", expression, None)
+    # PyYAML would read 010 as an octal number.
     Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
     return yaml.load(text, Loader)
 
@@ -512,6 +532,7 @@ def _settings_from(kind: type, values: Any, where: str) -> Any:
         where: Place of the values, for error messages.
     """
     fields = {field.name: field.default for field in dataclasses.fields(kind)}
+    # The parser returns None for an empty file.
     if values is None:
         raise ValueError(
             f"config must have settings by name, got none in {where}. Write for instance rounds: 3."
@@ -527,6 +548,7 @@ def _settings_from(kind: type, values: Any, where: str) -> Any:
                 f"config must have known settings, got {show(name)} in {where}. "
                 f"{nearest(name, fields)}"
             )
+    # The class itself checks the values, once they have the types of Python.
     fields_read = {
         name: _value(fields[name], value, f"{name} of {where}") for name, value in values.items()
     }
@@ -548,4 +570,6 @@ def _value(default: Any, value: Any, where: str) -> Any:
         return _settings_from(type(default), value, where)
     if isinstance(value, list):
         return tuple(value)
-    return math.inf if value == "inf" else value
+    if value == "inf":
+        return math.inf
+    return value

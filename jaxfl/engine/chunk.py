@@ -75,6 +75,7 @@ def compile_chunk(
             return compiled.result()
 
     compiled = remembered(("compiled", Same(program), key_of_arrays(inputs)), compile_)
+    # `fastest` multiplies this memory by a larger chunk, to see whether the chunk may fit.
     temporary = compiled.memory_analysis().temp_size_in_bytes
     bound = functools.partial(compiled, *step.args, **step.keywords)
     return Program(bound, chunk, temporary / chunk)
@@ -152,6 +153,7 @@ def fastest(
         facts: Everything else that the choice depends on. Batches and local steps are left out, so
             methods that differ only in these share a choice.
     """
+    # `build` compiles nothing. The arguments that it binds decide the time of a call, too.
     shapes = str(
         jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (build(1).args, arguments))
     )
@@ -160,6 +162,7 @@ def fastest(
     name = hashlib.sha256(identity.encode()).hexdigest()[:16]
     known = _recall_chunk(name)
     # The choice counts if all processes have cached the same one.
+    # The least number is the negative of the largest negative number.
     most_known, least_known = processes.maximum(known or 0, -(known or 0))
     if known and most_known == -least_known:
         program = fitting(build, known, arguments)
@@ -186,6 +189,7 @@ def fastest(
         tried = attempt(functools.partial(_tried, build, size, arguments, calls=2), size)
         if tried is None:
             if not programs:
+                # The half is at least 1, because `attempt` raises the error of a chunk of 1.
                 return fitting(build, size // 2, arguments)
             _LOG.warning(
                 "chunk=%d does not fit the device's memory: %d is the largest tried", size, last
@@ -193,6 +197,7 @@ def fastest(
             break
         program, duration = tried
         programs[size] = program
+        # The slowest process counts for all, so that all choose the same chunk.
         (seconds[size],) = processes.maximum(duration)
         # A chunk of 1 has another program, so its time predicts nothing about larger chunks.
         if last > 1 and seconds[size] > seconds[last]:
@@ -228,8 +233,10 @@ def _tried(
     program = compile_chunk(build, chunk, arguments, meanwhile)
     seconds = 0.0
     for _ in range(calls):
+        # The program may donate its last two arguments, which the run still needs.
         copies = jax.tree.map(jnp.copy, arguments[-2:])
         start = time.monotonic()
+        # A call returns before the devices are done, so the clock waits for its results.
         jax.block_until_ready(program.step(*arguments[:-2], *copies))
         seconds = time.monotonic() - start
     return program, seconds
@@ -238,6 +245,7 @@ def _tried(
 def halved(work: Callable[[int], T], chunk: int) -> tuple[T, int]:
     """Return the result of `work(chunk)` and the chunk, which is halved until memory suffices."""
     while True:
+        # The loop ends at the latest at a chunk of 1, whose error `attempt` raises.
         found = attempt(functools.partial(work, chunk), chunk)
         if found is not None:
             return found, chunk
@@ -315,6 +323,7 @@ def _recall_chunk(name: str) -> int | None:
     if name not in _REMEMBERED:
         try:
             choice = json.loads(read(cache_folder() / f"chunk-{name}.json"))
+            # The file may hold anything. `isinstance` would accept JSON's true as an int.
             if type(choice["chunk"]) is not int or choice["chunk"] < 1:
                 return None
             _REMEMBERED[name] = choice

@@ -61,17 +61,20 @@ def enable() -> None:
     except OSError as error:
         _LOG.debug("compiled programs are not cached: %s", error)
         return
+    # Machines with other processors may share the user's folder.
     own = str(folder / _processor())
     jax.config.update("jax_compilation_cache_dir", own)
     # By default JAX caches only programs that take a second or more to compile.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
     def prepare(event: str, **_: str | int) -> None:
+        # The user's code may have given JAX another cache since.
         if event != _ASKED or jax.config.values["jax_compilation_cache_dir"] != own:
             return
         try:
             claim(folder)
             os.makedirs(own, exist_ok=True)
+            # `makedirs` accepts a folder that exists, even if this user cannot write to it.
             if not os.access(own, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, "cannot be written", own)
         except OSError as error:
@@ -103,6 +106,7 @@ def trim(folder: Path, most: int) -> None:
     try:
         if folder.is_symlink() or not files.is_regular(folder / _MARKER):
             return
+        # The tuples begin with the time of the last use, so the oldest file comes first.
         found = sorted(_cached_files(folder))
         total = sum(size for _, size, _ in found)
         for _, size, path in found:
@@ -113,6 +117,7 @@ def trim(folder: Path, most: int) -> None:
                 os.unlink(path)
             total -= size
     except OSError as error:
+        # A cache that stays too large harms no result, so the process ends as usual.
         _LOG.debug("%s is not trimmed: %s", folder, error)
 
 
@@ -140,8 +145,10 @@ def _processor() -> str:
     """
     try:
         with open("/proc/cpuinfo") as file:
+            # Large machines list hundreds of cores, of which the first stands for all.
             cores = file.read(2**14).split("\n\n")
         first = cores[0].splitlines()
+        # The first two names are those of x86, and the others those of ARM.
         names = ("model name", "flags", "Features", "CPU implementer", "CPU part")
         facts = [line for line in first if line.split(":")[0].strip() in names]
     except OSError:

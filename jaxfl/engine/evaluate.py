@@ -71,6 +71,7 @@ def compile_evaluation(
                     return _client(algorithm, key, slot, ids[slot], server, states, here, last)
 
                 slots = jnp.arange(ids.shape[0])
+                # A batch axis of length 1 would make matrix products slow.
                 if chunk == 1:
                     return lax.map(score, slots)
                 batch_size = min(chunk, len(slots))
@@ -80,16 +81,22 @@ def compile_evaluation(
                 # A chunk runs until its largest client is done, so clients are sorted by size.
                 order = jnp.lexsort((clients.test_size, clients.train_size))
                 scores = lax.map(score, order, batch_size=batch_size)
+                # The inverse permutation restores the order of the clients.
                 return jax.tree.map(lambda leaf: leaf[jnp.argsort(order)], scores)
 
             by_client = P("clients")
-            scores = jax.shard_map(
+            # Algorithms start loops from constants, which `check_vma` considers replicated.
+            scores_on_devices = jax.shard_map(
                 local,
                 mesh=population.mesh,
                 in_specs=(by_client, P(), by_client, population.layout),
                 out_specs=by_client,
                 check_vma=False,
-            )(first + jnp.arange(clients.num_clients), server, states, clients)
+            )
+            # The clients may be a block of all clients, which begins with client `first`.
+            ids = first + jnp.arange(clients.num_clients)
+            scores = scores_on_devices(ids, server, states, clients)
+            # Padding clients come last.
             return jax.tree.map(lambda leaf: leaf[: population.num_clients], scores)
 
         return over_points(scores_of, algorithm)(key, server, states)
@@ -114,6 +121,7 @@ def _client(
 
     def personal(capacity: int) -> Params:
         data = data_of(clients, slot, client_id, capacity, index=last, size=population.size)
+        # The key follows from the client's index, so draws depend neither on chunk nor on devices.
         return algorithm.personalize(jax.random.fold_in(key, client_id), server, states[slot], data)
 
     params = by_capacity(population.capacities, clients.train_size[slot], personal)
@@ -145,6 +153,7 @@ def _scores(
         positions = (block_index * per_block * batch + jnp.arange(per_block * batch)).reshape(shape)
         real = positions < size
         places = jnp.where(real, clients.test.start[slot] + positions, 0)
+        # Padding reads row 0, because the rows behind the client's own belong to other clients.
         rows = jnp.where(real, clients.test.flat[places], 0)
         return clients.inputs[rows], clients.labels[rows], real
 
@@ -172,6 +181,7 @@ def _scores(
         inputs, labels, real = examples_of(0)
         return sums_of(params, model.prepare(inputs[0]), labels[0], real[0])
 
+    # The loop needs the shapes of its sums first. A client without examples keeps the zeros.
     shapes = jax.eval_shape(first)
     none = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     batches = -(-size // batch)
@@ -202,6 +212,7 @@ def summarize(
     tested = np.asarray(sizes) > 0
     row: dict[str, float] = {}
     for name, metric in metrics.items():
+        # A NaN score is a failure if the loss is NaN too, and otherwise not defined.
         defined = np.isnan(scores["loss"]) | ~np.isnan(scores[name])
         counted = tested & defined
         values = np.asarray(scores[name], np.float64)[counted]
@@ -212,16 +223,23 @@ def summarize(
             worst_first = np.sort(values)
         worst = worst_first[: max(1, round(0.1 * values.size))]
         row[name] = _mean_or_nan(values)
-        row[f"{name}_std"] = float(values.std()) if values.size else math.nan
+        # NumPy warns about statistics of an empty array.
+        row[f"{name}_std"] = math.nan
+        if values.size:
+            row[f"{name}_std"] = float(values.std())
         row[f"{name}_worst10"] = _mean_or_nan(worst)
         if name == next(iter(metrics)):
+            # All counted clients have test examples, so the weights do not sum to 0.
             examples = np.asarray(sizes, np.float64)[counted]
-            weighted = float(np.average(values, weights=examples)) if values.size else math.nan
-            row[f"{name}_examples"] = weighted
+            row[f"{name}_examples"] = math.nan
+            if values.size:
+                row[f"{name}_examples"] = float(np.average(values, weights=examples))
     row["loss"] = _mean_or_nan(np.asarray(scores["loss"], np.float64)[tested])
     return row
 
 
 def _mean_or_nan(values: Float[np.ndarray, "n"]) -> float:
     """Return the mean, or NaN if there are no values."""
-    return float(values.mean()) if values.size else math.nan
+    if not values.size:
+        return math.nan
+    return float(values.mean())

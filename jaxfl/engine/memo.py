@@ -89,8 +89,10 @@ def remembered(key: tuple[Hashable, ...], make: Callable[[], T]) -> T:
     # Threads compile programs side by side, so none holds the lock meanwhile.
     value = make()
     with _LOCK:
+        # Two threads may make a value for one key, of which the last one stays.
         _KEPT[key_with_flags] = value
         while len(_KEPT) > _MOST_PROGRAMS:
+            # The first entry is the one that was not used for the longest time.
             _KEPT.popitem(last=False)
     return value
 
@@ -170,8 +172,9 @@ def key_of_value(value: Any) -> Hashable:
     try:
         return _key_of_part(value, {})
     except (_MayChangeError, RecursionError):
-        parts = value if type(value) is tuple else (value,)
-        return Same(*parts)
+        if type(value) is tuple:
+            return Same(*value)
+        return Same(value)
 
 
 class _MayChangeError(Exception):
@@ -216,6 +219,7 @@ def _key_of_part(value: Any, seen: dict[int, int]) -> Hashable:
         return kind, tuple((inside(name), inside(part)) for name, part in value.items())
     if kind is jax.ShapeDtypeStruct:
         return kind, value
+    # The bytes of an array of objects are addresses, which say nothing about its content.
     if kind is np.ndarray and not value.dtype.hasobject and value.nbytes <= _LARGEST_COMPARED:
         return kind, value.shape, value.dtype, hashlib.sha256(value.tobytes()).digest()
     if _is_of_library(kind) and _is_frozen(value):
@@ -254,7 +258,10 @@ def _names_read(code: types.CodeType) -> set[str]:
     """
     inner = [part for part in code.co_consts if isinstance(part, types.CodeType)]
     imports = any(step.opname == "IMPORT_NAME" for step in dis.get_instructions(code))
-    own = {*code.co_names, *(["__import__"] if imports else [])}
+    # `co_names` has the names of attributes too, which at most make a key stricter.
+    own = set(code.co_names)
+    if imports:
+        own.add("__import__")
     return own.union(*map(_names_read, inner))
 
 
@@ -310,6 +317,7 @@ def _described(leaf: Any) -> jax.ShapeDtypeStruct:
     if isinstance(leaf, int | float):
         leaf = jnp.asarray(leaf)
     sharding = getattr(leaf, "sharding", None)
+    # A weak type changes the dtypes of results, and so the program.
     weak = getattr(leaf, "weak_type", False)
     return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=sharding, weak_type=weak)
 

@@ -95,6 +95,7 @@ def place(clients: Clients, devices: list[jax.Device] | None = None) -> Populati
     sharding = NamedSharding(mesh, P("clients"))
 
     def put(blocks: np.ndarray) -> Array:
+        # All blocks have one length, so each process knows the global shape from its own blocks.
         shape = (len(blocks) // len(local) * mesh.size, *blocks.shape[1:])
         shards = [
             jax.device_put(block, devices[b])
@@ -123,7 +124,9 @@ def sized(population: Population, clients: Clients) -> Population:
 def common_size(clients: Clients) -> int | None:
     """Return the number of training examples per client, or None if clients differ."""
     sizes = np.asarray(clients.train_size)
-    return int(sizes[0]) if (sizes == sizes[0]).all() else None
+    if (sizes == sizes[0]).all():
+        return int(sizes[0])
+    return None
 
 
 def capacities_of(sizes: Int[np.ndarray, "C"]) -> tuple[int, ...]:
@@ -138,6 +141,7 @@ def capacities_of(sizes: Int[np.ndarray, "C"]) -> tuple[int, ...]:
     >>> capacities_of(np.array([3, 3, 50_000, 2, 1]))
     (3, 50000)
     """
+    # A capacity of 0 would ask for batches without examples.
     found = (max(1, int(sizes.max())),)
     ordered = np.sort(sizes)
     # Candidates are the largest sizes within each half octave.
@@ -146,12 +150,14 @@ def capacities_of(sizes: Int[np.ndarray, "C"]) -> tuple[int, ...]:
 
     def work(capacities: tuple[int, ...]) -> float:
         clients = np.diff(np.searchsorted(ordered, capacities, side="right"), prepend=0)
+        # Each client costs its capacity with padding, a fixed overhead, and its training.
         positions = clients @ np.array(capacities)
         overhead = _OVERHEAD * len(ordered)
         training = _WORK * ordered.sum(dtype=np.int64)
         return float(positions + overhead + training)
 
     while found[-1] > _SMALL_CLIENT and len(found) < _MOST_CAPACITIES and candidates:
+        # Each pass adds the capacity that saves the most work.
         finer = min((tuple(sorted({*found, size})) for size in candidates), key=work)
         if 3 * work(finer) > 2 * work(found):
             break
@@ -194,6 +200,7 @@ def by_capacity(
     """
     if len(capacities) == 1:
         return work(capacities[0])
+    # The number of capacities that are too small is the index of the first one that is not.
     level = jnp.sum(size > jnp.array(capacities[:-1]))
     branches = [functools.partial(work, capacity) for capacity in capacities]
     return lax.switch(longest(level), branches)
@@ -220,6 +227,7 @@ def data_of(
         size: Number of the client's training examples. A constant (`Population.size`) gives
             vectorised clients one loop length. None reads the number from `clients`.
     """
+    # If the size is given, the program reads none from the clients.
     own = clients.train_size[slot] if size is None else jnp.int32(size)
     rows = clients.train
     return ClientData(

@@ -29,6 +29,7 @@ def by_first(work: Callable[[], _T]) -> _T | None:
         ValueError: `work` raised it in process 0, or this is another process, and process 0 raised
             an error.
     """
+    # All processes must reach `maximum`, so process 0 keeps its error until then.
     problem: OSError | ValueError | None = None
     result: _T | None = None
     if jax.process_index() == 0:
@@ -72,10 +73,13 @@ def agree(facts: Mapping[str, str]) -> None:
     """
     client = distributed.global_state.client
     process = distributed.global_state.process_id
+    # A single process has no client of JAX's coordination service.
     if client is None:
         return
+    # A key can be set only once, so each call has keys of its own.
     meeting = f"jaxfl/{next(_MEETINGS)}"
     client.key_value_set(f"{meeting}/{process}", json.dumps(dict(facts)))
+    # Before the barrier, the facts of a slow process may be missing.
     client.wait_at_barrier(meeting, _PATIENCE_SECONDS * 1000)
     by_process = {
         int(key.rpartition("/")[2]): json.loads(text)

@@ -95,6 +95,7 @@ def compile_states(
 
 def _padded_states(states: Tree, population: Population) -> Tree:
     """Return client states [C, ...] padded to `num_slots` rows by copies of the last row."""
+    # Padding clients never take part, so any states of the right shapes serve them.
     extra = population.num_slots - population.num_clients
     if not extra:
         return states
@@ -120,7 +121,10 @@ def first_states(
 
     def sent(clients: Clients) -> Tree:
         client = jax.tree.map(lambda leaf: leaf[0], states)
-        noise = None if algorithm.dp_sgd is None else StepNoise(jnp.zeros(()), key)
+        noise = None
+        # Only shapes are computed, so the values of the noise do not matter.
+        if algorithm.dp_sgd is not None:
+            noise = StepNoise(jnp.zeros(()), key)
         data = data_of(clients, 0, 0, largest, noise)
         message, *_ = algorithm.client_update(key, server, client, data)
         return message.update
@@ -129,7 +133,9 @@ def first_states(
     update_shapes = functools.partial(jax.eval_shape, sent, population.clients)
     memory_key = derive(memory_key, _MEMORY)
     memory = algorithm.mechanism.init(memory_key, update_shapes, population.num_clients)
-    scores = () if algorithm.audit is None else first_scores(algorithm.audit, memory_key)
+    scores: Tree = ()
+    if algorithm.audit is not None:
+        scores = first_scores(algorithm.audit, memory_key)
     return Center(server, memory, scores), states_in_rows(states, population)
 
 
@@ -142,7 +148,10 @@ def _shardings(
     algorithm: Algorithm | Points, population: Population
 ) -> tuple[NamedSharding, NamedSharding]:
     """Return the shardings of arrays that every process reads, and of client states."""
-    by_client = P("clients") if isinstance(algorithm, Algorithm) else P(None, "clients")
+    by_client = P("clients")
+    # The points of a sweep come first. Every device holds all of them.
+    if isinstance(algorithm, Points):
+        by_client = P(None, "clients")
     return NamedSharding(population.mesh, P()), NamedSharding(population.mesh, by_client)
 
 
@@ -166,6 +175,7 @@ def over_points(work: Callable[..., Tree], algorithm: Algorithm | Points) -> Cal
             ) from error
         return work(built, *arguments)
 
+    # The map traces the method once for all points, so its values are tracers then.
     values = {name: jnp.asarray(column, jnp.float32) for name, column in algorithm.values.items()}
     return lambda *arguments: lax.map(of_point, (values, arguments), batch_size=algorithm.batch)
 
@@ -190,7 +200,8 @@ def compile_rounds(
     def run(
         clients: Clients, keys: Any, start: Any, rounds: Any, center: Center, states: States
     ) -> tuple:
-        keys = keys if isinstance(keys, Keys) else all_keys(keys)
+        if not isinstance(keys, Keys):
+            keys = all_keys(keys)
 
         def rounds_of(algorithm: Algorithm, keys: Keys, center: Center, states: States) -> tuple:
             # Under `jit`, the shapes and the loop share one trace.
@@ -202,6 +213,7 @@ def compile_rounds(
                 return one_round(algorithm, placed, chunk, keys, index, center, states)
 
             first = jnp.asarray(start, jnp.int32)
+            # The loop writes rows into records, so it needs their shapes before its first round.
             _, _, shapes = jax.eval_shape(step, first, center, states)
             records = jax.tree.map(
                 lambda leaf: jnp.zeros((segment, *leaf.shape), leaf.dtype), shapes
@@ -219,6 +231,7 @@ def compile_rounds(
 
     shared, by_client = _shardings(algorithm, population)
     shardings = (shared, by_client, shared)
+    # Donation spares a second copy of the states in memory.
     program = compile_for(
         algorithm, population, run, donate_argnames=("center", "states"), out_shardings=shardings
     )
@@ -239,10 +252,14 @@ def compile_for(
     """
     options["compiler_options"] = compiler_options(population.mesh)
 
+    # The wrapped function shows `jit` the names of arguments that may be donated.
     @functools.wraps(work)
     def run(*arguments: Any, frozen: Tree = ()) -> Tree:
+        # `jit` traces this function later, so the function itself sets the platform.
         with traced_for(population.mesh):
-            originals = _frozen_of(algorithm) if jax.tree.leaves(frozen) else ()
+            originals: Tree = ()
+            if jax.tree.leaves(frozen):
+                originals = _frozen_of(algorithm)
             with given(originals, frozen):
                 return work(*arguments)
 

@@ -79,11 +79,18 @@ class Resident(Engine):
 
     @override
     def record(self) -> Records:
+        chunk = self.chunk
+        # All chunks have records of the same shapes.
+        if chunk == "auto":
+            chunk = 1
         # The compilation uses this trace too, if its chunk is the same.
-        step: Any = self._build(1 if self.chunk == "auto" else self.chunk)
+        step: Any = self._build(chunk)
         arguments = self._arguments(0, 1)
         _, _, shapes = step.func.eval_shape(*step.args, *arguments, **step.keywords)
-        axes = 1 if isinstance(self.algorithm, Algorithm) else 2
+        # Rounds have an axis, and the points of a sweep have one before it.
+        axes = 1
+        if isinstance(self.algorithm, Points):
+            axes = 2
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype), shapes
         )
@@ -91,12 +98,14 @@ class Resident(Engine):
     @override
     def compile(self, facts: tuple[str, ...], meanwhile: Callable[[], None] = nothing) -> Program:
         mesh = self.population.mesh
+        # Lanes beyond a device's clients or its usual participants would stay empty.
         most = min(
             self.population.num_slots // mesh.size,
             useful_lanes(first_of(self.algorithm).mechanism.sampling, self.population),
         )
         arguments = self._arguments(0, 1)
         self.program = choose(self._build, self.chunk, most, arguments, mesh, facts, meanwhile)
+        # Evaluations begin with this chunk too, and halve it if it does not fit.
         self._evaluated_chunk = self.program.chunk
         return self.program
 
@@ -137,7 +146,8 @@ class Resident(Engine):
     @override
     def evaluate(self, key: Key[Array, "*P"], last: int) -> PerClient:
         def scores(chunk: int) -> PerClient:
-            return jax.device_get(self._score(chunk)(*self._evaluation_arguments(key, last)))
+            arguments = self._evaluation_arguments(key, last)
+            return jax.device_get(self._score(chunk)(*arguments))
 
         found, self._evaluated_chunk = halved(scores, self._evaluated_chunk)
         return found
@@ -165,6 +175,7 @@ class Resident(Engine):
         """
         if jax.process_count() > 1:
             return jax.jit(States.tree)(self.states)
+        # Padding clients come last on the axis of clients.
         real: Any = slice(self.population.num_clients)
         if not isinstance(self.algorithm, Algorithm):
             real = (slice(None), real)

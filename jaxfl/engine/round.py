@@ -10,6 +10,7 @@ neither on the chunk, nor on the number of devices, nor on the order of the coho
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -144,6 +145,7 @@ def one_round(
     # A sampler may draw once for several rounds, so `draw` gets the keys of the run.
     cohort = draw(algorithm, population.num_clients, keys, index, center)
     keys = keys.at(index)
+    # Slots have the order of the clients, and those from C up are padding.
     ids = jnp.arange(population.num_slots)
     total, states = add_participants(
         algorithm, population, chunk, keys, index, cohort, ids, None, center, states
@@ -160,6 +162,7 @@ def draw(
     cohort = mechanism.draw(keys.cohort, center.memory, index, count)
     if algorithm.audit is None:
         return cohort
+    # Canaries are drawn in addition, so the clients' cohort is that of a run without an audit.
     canaries = draw_canaries(algorithm.audit, keys.cohort, mechanism.sampling, index, count)
     return cohort._replace(canaries=canaries)
 
@@ -197,7 +200,9 @@ def add_participants(
     def add(
         total: Sums | None, slots: _Slots, center: Center, states: States, clients: Clients
     ) -> tuple[Sums, States]:
+        # On each device the axis of devices has length 1.
         total = jax.tree.map(lambda leaf: leaf[0], total)
+        # The population holds the arrays of all devices, and `clients` those of this device.
         local = population._replace(clients=clients)
         total, states = _cohort(algorithm, chunk, keys, index, slots, total, center, states, local)
         # `add_up` sums over devices once a round, because `psum` has no carries for `Wide`.
@@ -246,16 +251,22 @@ def finish_round(
         aggregate, std, memory, scores = audited_aggregate(
             mechanism, keys.noise, center.memory, scores, cohort, total.contributions, mesh
         )
+    # The step reads nothing of the clients but the aggregate, so it costs no further privacy.
     stepped = algorithm.server_update(center.server, aggregate)
+
     # An update in single precision would widen parameters in half precision.
-    server = jax.tree.map(
-        lambda a, b: a if a.dtype == b.dtype else a.astype(b.dtype), stepped, center.server
-    )
+    def in_old_dtype(new: Array, old: Array) -> Array:
+        if new.dtype == old.dtype:
+            return new
+        return new.astype(old.dtype)
+
+    server = jax.tree.map(in_old_dtype, stepped, center.server)
     # The server stays as it is after an empty cohort, which this denominator reveals anyway.
     if mechanism.denominator == "participants":
         server = jax.tree.map(
             lambda a, b: jnp.where(total.contributions.weight > 0, a, b), server, center.server
         )
+    # If nobody informs, all sums of infos are 0, and so are their means.
     informing = jnp.maximum(total.informing, 1)
     info = {name: value / informing for name, value in total.info.items()}
     info["participants"] = total.participants
@@ -286,12 +297,15 @@ def _slots(algorithm: Algorithm, cohort: Cohort, ids: Int[Array, "S"], center: C
     """Return a round's values of the clients `ids`. Padding (ids >= C) never takes part."""
 
     def at(values: Array) -> Array:
+        rows = ids
         # A single value is the same for all clients.
-        rows = jnp.zeros_like(ids) if values.shape[0] == 1 else ids
+        if values.shape[0] == 1:
+            rows = jnp.zeros_like(ids)
         return values.at[rows].get(mode="fill", fill_value=0)
 
     numbers = cohort.numbers
     sampled = cohort.sampled.at[ids].get(mode="fill", fill_value=False)
+    # Ranks count all clients' participants, so they depend neither on devices nor on blocks.
     rank = at(jnp.cumsum(cohort.sampled) - 1)
     weights = at(numbers.weights)
     return _Slots(
@@ -327,6 +341,7 @@ def _cohort(
     chunk = min(chunk, count, useful_lanes(algorithm.mechanism.sampling, population))
     chunks = -(-jnp.sum(slots.sampled) // chunk)
     padded = -(-count // chunk) * chunk
+    # The length must be static, so places without a participant hold `count`, which is no slot.
     (order,) = jnp.nonzero(slots.sampled, size=padded, fill_value=count)
     # A chunk runs until its largest client is done, so clients are sorted by size.
     if chunk > 1 and population.size is None:
@@ -344,7 +359,11 @@ def _cohort(
         return share, contributions.rows, state
 
     # A single client has no batch axis, because an axis of length 1 makes matrix products slow.
-    of_chunk = client if chunk == 1 else jax.vmap(client, (0, None))
+    of_chunk: Callable[..., tuple[Sums, Tree, Tree]] = client
+    lanes: tuple[int, ...] = ()
+    if chunk > 1:
+        of_chunk = jax.vmap(client, (0, None))
+        lanes = (chunk,)
 
     def body(i: Int[Array, ""], carry: tuple) -> tuple:
         part, rows, states = carry
@@ -363,7 +382,7 @@ def _cohort(
         settled = representation.settle(part.contributions.update)
         return add_up(part._replace(contributions=part.contributions._replace(update=settled)))
 
-    lanes = () if chunk == 1 else (chunk,)
+    # One trace of a client gives the shapes of the sums, and shows its private steps.
     program, (shapes, row, _) = jax.make_jaxpr(client, return_shape=True)(
         jnp.zeros((), order.dtype), states
     )
@@ -378,6 +397,7 @@ def _cohort(
         rows = total.contributions.rows
         sums = total._replace(contributions=total.contributions._replace(rows=()))
 
+    # Without a limit, a single sum takes all chunks.
     length = representation.chunks_per_sum or max(len(order), 1)
 
     def block(b: Int[Array, ""], carry: tuple) -> tuple:
@@ -386,6 +406,7 @@ def _cohort(
         part, rows, states = lax.fori_loop(b * length, end, body, (zero, *others))
         return add(sums, settle(part)), rows, states
 
+    # Chunks are added up lane by lane within a block, and blocks in the numbers of `settle`.
     sums, rows, states = lax.fori_loop(0, -(-chunks // length), block, (sums, rows, states))
     return sums._replace(contributions=sums.contributions._replace(rows=rows)), states
 
@@ -398,9 +419,11 @@ def useful_lanes(sampling: Sampling, population: Population) -> int:
     rarely needs a second chunk. More lanes would mostly be empty, and cost as much.
     """
     devices = population.mesh.size
-    mean = sampling.expected(population.num_clients) / devices
-    exact = sampling.fixed and devices == 1
-    return max(1, math.ceil(mean if exact else mean + 2 * math.sqrt(mean)))
+    lanes = sampling.expected(population.num_clients) / devices
+    # Chance decides how a fixed cohort is divided among several devices.
+    if not sampling.fixed or devices > 1:
+        lanes += 2 * math.sqrt(lanes)
+    return max(1, math.ceil(lanes))
 
 
 def _participant(
@@ -424,7 +447,10 @@ def _participant(
     # has no examples, so nobody waits for its training.
     client_id = slots.ids[slot]
     train_size = jnp.where(real, population.clients.train_size[slot], 0)
-    size = train_size if population.size is None else population.size
+    size: Any = population.size
+    if size is None:
+        size = train_size
+    # Padding has the weight 0, so that nothing that it computes changes a sum.
     weight = jnp.where(real, slots.weights[slot], 0.0)
     scale = jnp.where(real, slots.scale[slot], 0.0)
     old = states[slot]
@@ -438,6 +464,7 @@ def _participant(
         data = data_of(population.clients, slot, client_id, capacity, noise, index, size)
         key = derive(keys.clients, CLIENT, client_id)
         message, state, info = algorithm.client_update(key, server, old, data)
+        # The names are known while JAX traces, so a compiled round has no check.
         _check_names(algorithm, info)
         return message, state, info
 
@@ -446,14 +473,19 @@ def _participant(
     bound = mechanism.update_bound(memory)
     update, norm = clip(message.update, bound)
     finite_state = _all_finite(new)
+    # The joint norm is finite only if all numbers of the update are.
     finite = jnp.isfinite(norm)
     # Private steps do not protect a state, so the state must not decide whether an update is sent.
     if not private:
         finite &= finite_state
+
+    def finite_or_zero(leaf: Array) -> Array:
+        if _is_float(leaf):
+            return jnp.where(finite, leaf, 0)
+        return leaf
+
     bounded = Message(update, message.extra)
-    sent = jax.tree.map(
-        lambda leaf: jnp.where(finite, leaf, 0) if _is_float(leaf) else leaf, bounded
-    )
+    sent = jax.tree.map(finite_or_zero, bounded)
     new = jax.tree.map(lambda a, b: jnp.where(finite & finite_state, a, b), new, old)
     # A dropped update keeps its client's noise, which the accountant counts.
     contribution = mechanism.contribute(
@@ -462,6 +494,7 @@ def _participant(
     update = mechanism.representation.in_units(
         contribution.update, contribution.norm, mechanism.contribution_bound(memory), scale
     )
+    # The clients' noise is independent, so its variances add up in the sum.
     variance = (weight * slots.noise[slot]) ** 2
     client_total = Total(update, variance=variance, weight=weight, rows=contribution.row)
     info = info | {"update_norm": norm, "clipped": (norm > bound).astype(jnp.float32)}
@@ -493,10 +526,15 @@ def _check_private_steps(algorithm: Algorithm, client: core.Jaxpr) -> None:
                 "Algorithm(..., dp_sgd=...) the DPSGD that client_update trains by."
             )
         return
-    wrong = "" if found else "makes no private steps"
+    wrong = ""
+    if not found:
+        wrong = "makes no private steps"
+    # Epsilon follows from the engine's noise, and from the rate and the steps that a mark names.
     times = found.get(stated.mark, 0.0)
     if times > 1:
-        how_often = "in a loop" if math.isinf(times) else f"{times:.0f} times"
+        how_often = f"{times:.0f} times"
+        if math.isinf(times):
+            how_often = "in a loop"
         wrong = f"trains by private steps {how_often}"
     if found.keys() - {stated.mark}:
         wrong = "makes other private steps, or takes their noise from elsewhere than its data"

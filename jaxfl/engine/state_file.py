@@ -87,8 +87,9 @@ class Store:
             of: A part of the tree `files` to read. None stands for all of it.
         """
         side = self.side[ids]
-        source = self.files if of is None else of
-        return jax.tree.map(lambda leaf: np.asarray(leaf[side, ids]), source)
+        if of is None:
+            of = self.files
+        return jax.tree.map(lambda leaf: np.asarray(leaf[side, ids]), of)
 
     def write(self, ids: Int[np.ndarray, "S"], rows: Tree) -> None:
         """Replace some clients' rows.
@@ -97,10 +98,13 @@ class Store:
             ids: Indices of the clients, each of them once.
             rows: The new rows [S, ...].
         """
+        # The last checkpoint may need the row in the other place.
         side = 1 - self.kept[ids]
+        # The zeros also fill the gaps of alignment, so equal states have equal checksums.
         new = np.zeros(len(ids), self._row)
         for name, leaf in zip(self._row.names or (), jax.tree.leaves(rows), strict=True):
             new[name] = leaf
+        # Rows without numbers have no bytes to store.
         if new.dtype.itemsize:
             flat = new.view(np.uint8).reshape(len(ids), -1)
             self.bytes[side, ids] = flat
@@ -122,6 +126,7 @@ class Store:
         A file without a folder has no checkpoints, so its rows are not protected.
         """
         if self.folder is not None:
+            # Later writes change `side` in place.
             self.kept = self.side.copy()
 
     def restore(self, side: UInt8[np.ndarray, "C"], sums: UInt32[np.ndarray, "C"]) -> None:
@@ -149,6 +154,7 @@ class Store:
                 self._map(path, os.O_RDWR, "r+")
             else:
                 self._map(path, os.O_RDONLY, "c")
+        # Later writes change both arrays in place, so the store has copies of its own.
         self.side = np.array(side)
         self.sums = np.array(sums)
         parts = self._parts(np.arange(self.num_clients))
@@ -176,6 +182,7 @@ class Store:
 
         views = jax.tree.map(lambda leaf: leaf[0], self.files)
         for leaf in jax.tree.leaves(views):
+            # A caller that wrote to the rows would invalidate their checksums.
             leaf.flags.writeable = False
         return views
 
@@ -189,6 +196,7 @@ class Store:
         """
         shape = (2, self.num_clients, self.bytes_per_client)
         if not self.bytes_per_client:
+            # The system cannot map a file of 0 bytes.
             self._lay(np.zeros(shape, np.uint8))
             return
         with os.fdopen(files.open_regular(path, flags), "rb" if mode == "c" else "r+b") as file:
@@ -198,7 +206,10 @@ class Store:
         """Set `bytes` to these rows, and `files` to views of them as a tree [2, C, ...]."""
         self.bytes = rows
         names = self._row.names or ()
-        fields = rows.view(self._row)[..., 0] if names else rows
+        fields = np.zeros(rows.shape[:2], self._row)
+        # NumPy cannot view bytes as rows of 0 bytes.
+        if self._row.itemsize:
+            fields = rows.view(self._row)[..., 0]
         self.files = jax.tree.unflatten(self._structure, [fields[name] for name in names])
 
     def _parts(self, ids: Int[np.ndarray, "S"]) -> list[Int[np.ndarray, "_"]]:
@@ -212,10 +223,11 @@ class Store:
         needed = self.bytes_per_client * self.num_clients
         if self.folder:
             needed *= 2
+        # The folder may not exist yet, but its disk is that of a folder above it.
         there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
         free = shutil.disk_usage(there).free
         if path.exists():
-            # The new file replaces this one.
+            # The new file replaces this one. It is sparse, so its blocks count and not its size.
             free += path.stat().st_blocks * 512
         if needed > free:
             raise ValueError(

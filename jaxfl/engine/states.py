@@ -38,7 +38,9 @@ class States:
             joined: Whether leaves of one dtype share a matrix.
         """
         leaves, structure = jax.tree.flatten(states)
-        names = [str(leaf.dtype) if joined else str(i) for i, leaf in enumerate(leaves)]
+        names = [str(i) for i in range(len(leaves))]
+        if joined:
+            names = [str(leaf.dtype) for leaf in leaves]
         shapes = tuple((name, leaf.shape[1:]) for name, leaf in zip(names, leaves, strict=True))
         return cls(_joined_leaves(names, leaves, 1), structure, shapes)
 
@@ -68,6 +70,7 @@ class States:
         for name, shape in self.shapes:
             own = rows[name]
             start = starts[name]
+            # Leaves lie in the rows of their matrix in the order of the tree.
             end = start + math.prod(shape)
             starts[name] = end
             leaves.append(own[..., start:end].reshape(*own.shape[:-1], *shape))
@@ -84,6 +87,7 @@ def _joined_leaves(names: list[str], leaves: list[Any], leading: int) -> dict[st
     """
     parts: dict[str, list[Any]] = {}
     for name, leaf in zip(names, leaves, strict=True):
+        # The length is given, because `reshape` cannot infer it if there are 0 clients.
         flat = leaf.reshape(*leaf.shape[:leading], math.prod(leaf.shape[leading:]))
         parts.setdefault(name, []).append(flat)
     return {name: jnp.concatenate(part, axis=-1) for name, part in parts.items()}

@@ -141,6 +141,7 @@ def compile_programs(algorithm: Algorithm, population: Population) -> Programs:
     options: dict[str, Any] = {"compiler_options": compiler_options(population.mesh)}
 
     def center(key: Key[Array, ""], memory_key: Key[Array, "*S"]) -> Center:
+        # The compiler drops the client states, which nobody reads.
         first, _ = first_states(algorithm, key, memory_key, population)
         return first
 
@@ -271,13 +272,18 @@ class Stream(Engine):
         self.draw = self._programs.draw
         self.finish = self._programs.finish
         self.renew = self._programs.renew
+        # The store comes first, because the size of blocks follows from that of its rows.
         self.begin(chunk)
         train_rows = np.sum(clients.train_size, dtype=np.int64)
         test_rows = np.sum(clients.test_size, dtype=np.int64)
         rows_per_client = max(1, int(train_rows + test_rows) // clients.num_clients)
+        # A row number takes 4 bytes on a device.
         bytes_per_client = self.store.bytes_per_client + 4 * rows_per_client
         usual = algorithm.mechanism.sampling.usual_cohort(self.population.num_clients)
-        least = (1 if chunk == "auto" else chunk) * mesh.size
+        # A block has room for a chunk on each device.
+        least = mesh.size
+        if chunk != "auto":
+            least *= chunk
         block = max(_BLOCK_BYTES // bytes_per_client, least)
         sizes = {"train": np.asarray(clients.train_size), "test": np.asarray(clients.test_size)}
 
@@ -319,6 +325,7 @@ class Stream(Engine):
         """
         if not self.restored:
             fill(self.init_key, self._programs, self.store)
+        # All blocks have one shape, so any of them serves as the example of a call.
         block = next(self._blocks(0, 1))
         ids, clients, states = self._load(block.ids)
         arguments = (
@@ -345,6 +352,7 @@ class Stream(Engine):
 
     @override
     def programs(self, key: Key[Array, ""]) -> dict[str, list[Any]]:
+        # Empty slots read no client's examples, and one for each device is the smallest block.
         empty = np.full(self.population.mesh.size, self.store.num_clients, np.int32)
         ids, clients, states = self._load(empty, tests=True)
         index = np.int32(0)
@@ -364,9 +372,11 @@ class Stream(Engine):
     def rounds(self, start: int, count: int) -> Records:
         total = self.zero
         records: list[Records] = []
+        # This is the previous block. The devices may still compute its states and its record.
         before: tuple[Block, States, Records | None] | None = None
 
         def settle(block: Block, states: States, record: Records | None) -> None:
+            # Empty slots have no row in the store.
             real = block.ids < self.store.num_clients
             rows = jax.tree.map(lambda leaf: leaf[real], jax.device_get(states))
             self.store.write(block.ids[real], rows)
@@ -376,8 +386,10 @@ class Stream(Engine):
         for block in self._blocks(start, count):
             # The devices still compute the previous block.
             ids, clients, states = self._load(block.ids)
+            # The host does not have the new states of clients that the previous block left.
             if before is not None:
                 states = self._renew(block.ids, states, *before[:2])
+            # A transfer here would slow every block without any sign, so JAX raises an error.
             with jax.transfer_guard("disallow"):
                 total, states = self.program.step(
                     clients, self.keys, block.index, block.cohort, ids, self.center, total, states
@@ -399,6 +411,7 @@ class Stream(Engine):
     @override
     def evaluate(self, key: Key[Array, ""], last: int) -> PerClient:
         def score(step: functools.partial, first: int) -> PerClient:
+            # The last block may end with empty slots, whose scores are cut off below.
             ids = np.arange(first, first + self._evaluation_slots, dtype=np.int32)
             _, clients, states = self._load(ids, tests=True)
             index = jax.device_put(ids[0], self.everyone)
@@ -507,10 +520,13 @@ class Stream(Engine):
         def laid_out(split: str, wanted: bool) -> dict[str, Any]:
             lists = getattr(clients, split)
             size = np.asarray(getattr(clients, f"{split}_size"))
+            # Lists that are not wanted, and empty slots, have the size 0.
             own = np.where(wanted & (ids < self.store.num_clients), size[known], 0).astype(np.int32)
             sizes = np.split(own, len(parts))
             rows = [rows_of(lists, *chosen) for chosen in zip(sizes, parts, strict=True)]
-            length = self._most_rows(split, len(parts[0])) if wanted else 0
+            length = 0
+            if wanted:
+                length = self._most_rows(split, len(parts[0]))
             return {split: blocks_of_lists(rows, sizes, length), f"{split}_size": own}
 
         loaded = clients._replace(**laid_out("train", True), **laid_out("test", tests))
@@ -531,6 +547,7 @@ class Stream(Engine):
         """
         source = np.arange(self.slots, dtype=np.int32)
         both, here, there = np.intersect1d(ids, before.ids, return_indices=True)
+        # Empty slots of both blocks have the index C in common.
         real = both < self.population.num_clients
         if not real.any():
             return states
@@ -549,6 +566,7 @@ def _zeros_program(shapes: Tree, sharding: NamedSharding) -> Callable[[], Tree]:
     def zeros() -> Tree:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
+    # Zeros that a program makes need no transfer.
     return jax.jit(zeros, out_shardings=sharding)
 
 

@@ -137,6 +137,7 @@ def normalize_per_layer(fisher: Tree) -> Tree:
         low = leaf.min()
         high = leaf.max()
         spread = high - low
+        # `where` computes both branches, so a constant tensor divides by 1.
         return jnp.where(spread > 0, (leaf - low) / jnp.where(spread > 0, spread, 1), 0)
 
     return jax.tree.map(scale, fisher)
@@ -145,6 +146,7 @@ def normalize_per_layer(fisher: Tree) -> Tree:
 def normalize_over_all(fisher: Tree) -> Tree:
     """Return all tensors scaled together to [0, 1] (ADP-PFL, eq. 14). Equal numbers become 0."""
     flat, unravel = ravel_pytree(fisher)
+    # The flat vector counts as a single tensor.
     return unravel(normalize_per_layer(flat))
 
 
@@ -167,6 +169,7 @@ def _squares_one_by_one(
         gradients = jax.vmap(functools.partial(jax.grad(loss), params))(*examples)
         return jax.tree.map(lambda t, g: t + (g * g).sum(0), total, gradients), None
 
+    # Examples that fill up the last chunk have the weight 0.
     examples = jax.tree.map(split, (jnp.moveaxis(x, axis, 0), labels, weights))
     total, _ = jax.lax.scan(step, _accurate_zeros(params), examples)
     return total
@@ -190,6 +193,7 @@ def _batch_axis(model: Model) -> int:
     if model.input_shape is None:
         return 0
     batches = [jax.ShapeDtypeStruct((size, *model.input_shape), jnp.uint8) for size in (2, 3)]
+    # Only shapes are computed here.
     two, three = (jax.eval_shape(model.prepare, batch).shape for batch in batches)
     lengths = zip(two, three, strict=True)
     return next(axis for axis, (of_two, of_three) in enumerate(lengths) if of_two != of_three)

@@ -26,7 +26,9 @@ def begin(tree: Tree) -> Tree:
     """Return a loop's initial carry, behind an optimisation barrier on GPUs."""
     # XLA for GPUs would otherwise keep copies by lane for later readers of the same values, such as
     # the difference that becomes an update.
-    return lax.optimization_barrier(tree) if backend().few_kernels else tree
+    if backend().few_kernels:
+        return lax.optimization_barrier(tree)
+    return tree
 
 
 @custom_vmap
@@ -40,8 +42,10 @@ def longest(bound: Shaped[Array, ""]) -> Shaped[Array, ""]:
 
 @longest.def_vmap
 def _(_size: int, batched: list[bool], bound: Array) -> tuple[Array, bool]:
+    if batched[0]:
+        bound = jnp.max(bound, axis=0)
     # An outer `vmap`, such as that of a sweep's points, takes the largest value again.
-    return longest(jnp.max(bound, axis=0) if batched[0] else bound), False
+    return longest(bound), False
 
 
 @custom_vmap
@@ -67,6 +71,7 @@ def _(size: int, batched: list[Tree], active: Array, new: Tree, old: Tree) -> tu
 
     axes = jax.tree.map(lambda lane: 0 if lane else None, batched)
     held = jax.vmap(select, tuple(axes))(active, new, old)
+    # After a selection by lane, every leaf differs by lane.
     return held, jax.tree.map(lambda _: True, batched[1])
 
 

@@ -77,12 +77,16 @@ def client_risk(
     chosen = jnp.arange(padded)
     factors = jnp.ones(padded)
     if most < padded:
-        weights = factors if reading == "output" else _doubts(model, params, data)
+        weights = factors
+        if reading != "output":
+            weights = _doubts(model, params, data)
         real_weights = jnp.where(chosen < data.size, weights, 0.0)
         drawn, weighted = _draw(drawing, real_weights, most, data.size)
+        # The size is traced, so the draw is made for small clients too, which then take everything.
         few = data.size <= most
         chosen = jnp.where(few, chosen[:most], drawn)
         factors = jnp.where(few, 1.0, weighted)
+    # Position 0 fills up the last block, and does not count.
     padding = (0, -most % batch)
     chosen = jnp.pad(chosen, padding)
     factors = jnp.pad(factors, padding)
@@ -157,10 +161,13 @@ def probe_risk(
     first = lax.map(probe, jnp.arange(searching))
     if probes == 1:
         return jnp.linalg.norm(first[0], axis=1)
+    # The leading direction lies in the span of few rows, so their small Gram matrix suffices.
     _, eigenvectors = jnp.linalg.eigh(jnp.einsum("sbn,tbn->bst", first, first))
+    # `eigh` returns eigenvalues in ascending order.
     leading = eigenvectors[:, :, -1]
     direction = jnp.einsum("bs,sbn->bn", leading, first)
     size = jnp.linalg.norm(direction, axis=1, keepdims=True)
+    # A Jacobian of 0 has no direction, and keeps the vector 0.
     unit = direction / jnp.where(size > 0, size, 1.0)
 
     def across(i: Int[Array, ""]) -> Float[Array, "B"]:
@@ -241,6 +248,7 @@ def output_risk(model: Model, params: Params, inputs: Shaped[Array, "B ..."]) ->
     outputs, pull = jax.vjp(lambda x: model.apply(params, x).reshape(len(inputs), -1), x)
 
     def add(total: Float[Array, "B"], seed: Float[Array, "K"]) -> tuple[Float[Array, "B"], None]:
+        # Outputs depend on their own example alone, so one pullback serves the whole batch.
         (slope,) = pull(jnp.broadcast_to(seed, outputs.shape))
         return total + jnp.linalg.norm(_example_rows(slope, axis), axis=1), None
 
@@ -281,6 +289,7 @@ def _draw(
     drawn = order[jnp.minimum(ranks, jnp.maximum(size - 1, 0))]
     doubts = weights[drawn]
     positive = doubts > 0
+    # `where` computes both branches below, so a weight of 0 divides by 1.
     factors = ends[-1] / jnp.maximum(size, 1) / jnp.where(doubts > 0, doubts, 1.0)
     return drawn, jnp.where(positive, factors, 0.0)
 
@@ -292,6 +301,7 @@ def _square_by_columns(
 
     def column(i: Int[Array, ""]) -> Float[Array, ""]:
         unit = (jnp.arange(x.size) == i).astype(x.dtype).reshape(x.shape)
+        # A derivative along one input is one column of the Jacobian.
         _, tangent = jax.jvp(gradient, (x,), (unit,))
         return jnp.asarray(optax.tree.norm(tangent, squared=True))
 
@@ -340,6 +350,7 @@ def _prepared_batch(model: Model, inputs: Shaped[Array, "B ..."]) -> tuple[Array
     """Return a batch laid out for the network, and the axis along which its examples lie."""
     x = model.prepare(inputs)
     one_more = jax.ShapeDtypeStruct((len(inputs) + 1, *inputs.shape[1:]), inputs.dtype)
+    # Only shapes are computed here.
     longer = jax.eval_shape(model.prepare, one_more).shape
     # The axis of examples is the one that grows with their number.
     lengths = enumerate(zip(x.shape, longer))

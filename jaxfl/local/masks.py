@@ -66,10 +66,12 @@ def top_k_mask(values: Float[Array, "*S"], count: int | Array) -> Bool[Array, "*
     length = bits.size.bit_length()
 
     def raise_bit(i: Array, end: Array) -> Array:
+        # The position is found bit by bit, from the highest.
         further = end | (1 << (length - 1 - i))
         return jnp.where(_number_of(ties & (position < further)) <= room, further, end)
 
     tied = number > count
+    # Without too many ties no bit is searched, and all of them are kept.
     end = lax.fori_loop(0, jnp.where(tied, length, 0), raise_bit, jnp.where(tied, 0, bits.size))
     return ((bits > threshold) | (ties & (position < end))).reshape(values.shape)
 
@@ -97,6 +99,7 @@ def _threshold(
         under_weight = jnp.where(last, under * stays, under)
         share = over_weight / (over_weight + under_weight)
         guess = jnp.where(turn % 4 == 3, 0.5, share) * (high - low).astype(jnp.float32)
+        # A guess strictly inside narrows the interval in every pass.
         middle = low + jnp.clip(guess.astype(jnp.int32), 1, high - low - 1)
         excess = _number_of(bits >= middle) - count
         reached = excess >= 0
@@ -111,6 +114,7 @@ def _threshold(
     under = jnp.asarray(count, jnp.float32)
     low = jnp.int32(0)
     high = jnp.max(bits) + 1
+    # All values reach `low`, and none reaches `high`.
     start = (low, high, over, under, jnp.bool(True), jnp.float32(1), 0)
     low, _, over, *_ = lax.while_loop(searching, narrow, start)
     return low, over + count
@@ -147,6 +151,7 @@ def random_masks(
     """
 
     def select(kernel: Array, count: int | Array, leaf_index: int) -> Array:
+        # The largest of independent uniform numbers lie at uniformly random places.
         drawn = jax.random.uniform(jax.random.fold_in(key, leaf_index), kernel.shape)
         return top_k_mask(drawn, count)
 
@@ -160,12 +165,13 @@ def number_sent(params: Params, layers: Iterable[str], density: Number) -> Numbe
     7
     """
     sparse = frozenset(layers)
-    leaves = jax.tree.leaves_with_path(params)
-    counts = [
-        _count_of(density, leaf.size) if _is_kernel(path, leaf, sparse) else leaf.size
-        for path, leaf in leaves
-    ]
-    return sum(counts)
+    total: Number = 0
+    for path, leaf in jax.tree.leaves_with_path(params):
+        count: int | Array = leaf.size
+        if _is_kernel(path, leaf, sparse):
+            count = _count_of(density, leaf.size)
+        total = total + count
+    return total
 
 
 def top_percentile_mask(values: Tree, percentile: Number) -> Tree:
@@ -184,6 +190,7 @@ def top_percentile_mask(values: Tree, percentile: Number) -> Tree:
     else:
         below = math.floor((flat.size - 1) * percentile / 100 + 1e-9)
     mask = top_k_mask(flat, flat.size - 1 - below)
+    # `unravel` asks for the dtype of the flat values, so the mask passes through it as numbers.
     return jax.tree.map(lambda leaf: leaf > 0, unravel(mask.astype(flat.dtype)))
 
 

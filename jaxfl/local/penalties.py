@@ -19,6 +19,7 @@ from jaxfl.types import Number, Tree
 def safe_norm(tree: Tree) -> Float[Array, ""]:
     r"""Return the joint L2 norm, whose gradient at 0 is 0. The plain norm has NaN there."""
     square = jnp.asarray(optax.tree.norm(tree, squared=True), jnp.float32)
+    # The root has an infinite derivative at 0, which the inner `where` keeps out of the gradient.
     return jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1.0)), 0.0)
 
 

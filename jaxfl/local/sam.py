@@ -47,4 +47,5 @@ def ascend(params: Params, gradient: Tree, radius: Number) -> Params:
     {'w': Array([3.3, 4.4], dtype=float32)}
     """
     norm = jnp.maximum(jnp.asarray(optax.tree.norm(gradient)), jnp.finfo(jnp.float32).tiny)
+    # g / norm comes first: for a gradient of 0, radius / norm may overflow, and its product is NaN.
     return jax.tree.map(lambda p, g: p + radius * (g / norm), params, gradient)

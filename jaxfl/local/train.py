@@ -190,6 +190,7 @@ def train(
     padded = data.padded
     optimizer = decayed(local.optimizer, local.decay, data)
     batch = min(local.batch_size, padded)
+    # Shapes follow the padded length, which is static, and loops the client's own size.
     blocks, per_block = blocks_of(padded, batch)
     # The part's size divides the batch, so parts need no padding.
     part = next(n for n in range(min(microbatch or batch, batch), 0, -1) if batch % n == 0)
@@ -311,6 +312,7 @@ def fit_head(
     """
     extract = model.extract
     classify = model.classify
+    # Without a split, a mask freezes the extractor, which then runs in every step.
     if extract is None or classify is None:
 
         def mask_of(name: str) -> Tree:
@@ -323,6 +325,7 @@ def fit_head(
     features = computed(model, data, functools.partial(extract, params), batch=batch)
     positions = jnp.arange(len(features))
     _, labels = data.take(positions)
+    # Features take the place of inputs, so `prepare` has nothing left to do.
     of_features = ClientData(
         features, labels, positions[: data.padded], data.size, round=data.round
     )
@@ -382,7 +385,9 @@ def decayed(
     optimizer: optax.GradientTransformation, decay: Decay | None, data: ClientData
 ) -> optax.GradientTransformation:
     """Return the optimizer, with updates scaled by the decay of the round `data.round`, if any."""
-    return optimizer if decay is None else optax.chain(optimizer, optax.scale(decay(data.round)))
+    if decay is None:
+        return optimizer
+    return optax.chain(optimizer, optax.scale(decay(data.round)))
 
 
 @contextlib.contextmanager
@@ -435,7 +440,7 @@ def weights_to_keep(state: Tree, params: Params, mask: Mask, steps: Int[Array, "
             "optimizer for a part of them. Give another optimizer, such as optax.sgd(0.1)."
         )
     averages = optax.contrib.schedule_free_eval_params(free[0], params)
-    trainable = mask(params) if callable(mask) else mask
+    trainable = _trainable_of(mask, params)
     if trainable is None:
         trainable = jax.tree.map(lambda leaf: True, params)
 
@@ -475,26 +480,40 @@ def descend(
         The carry after the step.
     """
     params, state, total_loss = carry
-    trainable = mask(params) if callable(mask) else mask
+    trainable = _trainable_of(mask, params)
 
     def select(tree: Tree) -> Tree:
-        return tree if trainable is None else keep(trainable, tree)
+        if trainable is None:
+            return tree
+        return keep(trainable, tree)
 
     def selected(params: Params) -> tuple[Float[Array, ""], Tree]:
         value, slope = gradient_fn(params)
         return value, select(slope)
 
     # The selection is inside, so that SAM ascends along trainable coordinates only.
-    value, slope = selected(params) if gradient is None else gradient(selected)(params)
+    of_step = selected
+    if gradient is not None:
+        of_step = gradient(selected)
+    value, slope = of_step(params)
     updates, state = optimizer.update(slope, state, params)
     # Weight decay and momentum would also move coordinates that are not trainable.
     updates = select(updates)
     return optax.apply_updates(params, updates), state, total_loss + value
 
 
+def _trainable_of(mask: Mask, params: Params) -> Tree:
+    """Return the trainable coordinates at `params`, or None if all of them are."""
+    if callable(mask):
+        return mask(params)
+    return mask
+
+
 def penalty_of(penalty: LossTerm | None, params: Params) -> Float[Array, ""]:
     """Return the value of the penalty at `params`, or 0 if there is no penalty."""
-    return jnp.zeros(()) if penalty is None else penalty(params)
+    if penalty is None:
+        return jnp.zeros(())
+    return penalty(params)
 
 
 def blocks_of(padded: int, batch: int) -> tuple[int, int]:

@@ -35,6 +35,7 @@ def extended(
     Raises:
         ValueError: The parameters already have an entry of this name.
     """
+    # Only the names are of interest, so no weights are computed.
     if entry in jax.eval_shape(lambda: model.init(key_of(0))):
         raise ValueError(
             f"algorithm must have a model without {entry!r} among its parameters, got "
@@ -54,20 +55,25 @@ def extended(
     def changed(function: Callable[..., Array]) -> Callable[..., Array]:
         def with_entry(params: Params, x: Array, *key: Array) -> Array:
             outputs = function(plain(params), x, *key)
-            return change(params[entry], outputs, x) if entry in params else outputs
+            if entry not in params:
+                return outputs
+            return change(params[entry], outputs, x)
 
         return with_entry
 
     longer = model._replace(
         name=f"{model.name}_{entry}",
         init=init,
+        # A model that cannot be split has None here, and keeps it.
         extract=model.extract and extract,
         classify=model.classify and changed(model.classify),
         apply=changed(model.apply),
+        # The rules of the given model belong to its own outputs.
         sum_grad_squared=None,
         ghost_norms=None,
     )
     recipe = valid_recipe(model)
+    # The builder makes the model without the entry, so the recipe notes the entry.
     if recipe is not None:
         recipe = recipe._replace(functions=longer.functions, without=(*recipe.without, entry))
     return longer._replace(recipe=recipe)

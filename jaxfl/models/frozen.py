@@ -74,6 +74,7 @@ def current(own: Tree) -> Tree:
     stand_ins = _GIVEN.value
     if stand_ins is None:
         return own
+    # Frozen weights of any other model are not in the map, and stay.
     return jax.tree.map(lambda leaf: stand_ins.arrays.get(id(leaf), leaf), own)
 
 
@@ -135,10 +136,12 @@ def rebuilt(
         if function is None:
             return None
 
+        # JAX's caches know a function by its identity, so it is built once and not at each call.
         built = network(function)
 
         @functools.wraps(function)
         def call(params: Params, *inputs: Any) -> Any:
+            # A program that is traced later may get other weights by `given`.
             return built(params, current(fixed), *inputs)
 
         return call
@@ -171,6 +174,7 @@ def check_params(model: Model, params: Any) -> Params:
             f"model must have no frozen weights, got model={model.name!r} with some. Give the "
             "network from before `frozen` or `lora`."
         )
+    # The arrays must have the same paths first, so that shapes can be compared path by path.
     found = _shapes_by_path(params)
     wanted = _shapes_by_path(jax.eval_shape(lambda: model.init(key_of(0))))
     if other := sorted(found.keys() ^ wanted.keys()):
@@ -193,7 +197,9 @@ def layers_of(model: Model, train: Sequence[str] | None) -> tuple[str, ...]:
     Raises:
         ValueError: The model has no layer of a given name.
     """
-    names = model.head if train is None else tuple(train)
+    names = model.head
+    if train is not None:
+        names = tuple(train)
     if unknown := [name for name in names if name not in model.layers]:
         raise ValueError(
             f"train must name layers of model={model.name!r}, got {unknown[0]!r} in {names!r}. "

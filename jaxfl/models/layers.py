@@ -82,6 +82,7 @@ def as_floats(inputs: Shaped[Array, "B ..."]) -> Float[Array, "B ..."]:
         TypeError: The inputs are neither bytes nor floating numbers.
     """
     if inputs.dtype == jnp.uint8:
+        # This is (x / 255 - 0.5) / 0.5 by one multiplication and one subtraction.
         return inputs.astype(jnp.float32) * (2 / 255) - 1
     if not jnp.issubdtype(inputs.dtype, jnp.floating):
         raise TypeError(
@@ -152,10 +153,13 @@ class Convolution(nn.Module):
         A fused layer with more than one part returns `kernels.fused.Maps` instead of an array. The
         next fused layer takes them.
         """
-        channels = x.shape[0] // 2 if self.pairs else x.shape[0]
+        channels = x.shape[0]
+        if self.pairs:
+            channels = channels // 2
         padding = self.padding
         shape = (self.size, self.size, channels, self.features)
         kernel = self.param("kernel", _kernel_init, shape)
+        # All computations below add a bias, so zeros stand for a missing one.
         bias = jnp.zeros(self.features, kernel.dtype)
         if self.bias:
             bias = self.param("bias", _bias_init(self.size**2 * channels), (self.features,))
@@ -181,10 +185,15 @@ class Convolution(nn.Module):
                 plain = convolve_plain if self.form in ("lax", "blocks") else convolve_grouped
                 plain_options = PlainOptions(padding, self.stride, precision)
                 y = plain(x.transpose(3, 1, 2, 0), kernel, plain_options)
-                y = max_pool_2x2(y) if self.pool else y
+                if self.pool:
+                    y = max_pool_2x2(y)
+            # Bias and ReLU commute with a maximum, so they come after the pool, on fewer numbers.
             y = y + bias[None, None, None]
-            y = nn.relu(y) if self.relu else y
+            if self.relu:
+                y = nn.relu(y)
             return y.transpose(3, 1, 2, 0)
+        # `convolve` has no strides, and a convolution of blocks needs none. The blocks only move
+        # weights, so their squared gradients are those of the weights.
         if self.stride == 2:
             x, kernel = to_blocks(x, kernel, padding)
             padding = 0
@@ -194,7 +203,8 @@ class Convolution(nn.Module):
             and precision in (None, "float32", "highest")
         )
         # Filtering loses two digits already, so its products must not be rounded further.
-        precision = "highest" if filtered else precision
+        if filtered:
+            precision = "highest"
         sides = ((padding, padding), (padding, padding))
         options = ConvolutionOptions(
             sides, self.relu, self.pool, self.pairs, self.sum_grad_squared, filtered, precision
@@ -210,9 +220,11 @@ def _maps_shape(layer: Convolution, inputs: tuple[int, ...]) -> tuple[int, ...]:
         inputs: Shape [channels, H, W, B] of its inputs, with pairs of columns as channels.
     """
     _, high, wide, batch = inputs
-    wide = 2 * wide if layer.pairs else wide
+    if layer.pairs:
+        wide = 2 * wide
     sides = []
     for side in (high, wide):
+        # A kernel larger than the picture leaves no pixel, which the builders of `zoo` report.
         unpooled = max(0, (side + 2 * layer.padding - layer.size) // layer.stride + 1)
         sides.append(unpooled // 2 if layer.pool else unpooled)
     return (layer.features, *sides, batch)
@@ -293,6 +305,7 @@ class FirstAxisDense(nn.Module):
     """
 
     features: int
+    # `jaxfl.models.lora` reads the axis of a layer's inputs, as of Flax's own layers.
     axis = 0
 
     @nn.compact
@@ -337,12 +350,13 @@ class GroupNorm(nn.Module):
         """Return normalised maps in the dtype of x, with a shortcut added before ReLU if given."""
         scale = self.param("scale", nn.initializers.ones, (len(x),))
         bias = self.param("bias", nn.initializers.zeros, (len(x),))
+        # Parameters follow from shapes, and normalised maps have the shape of x.
         if self.is_initializing():
             return x
         options = NormOptions(self.groups, self.epsilon, self.relu, self.sum_grad_squared)
         plain = self.form in PLAIN and not self.sum_grad_squared
         apply = _plain_norm if plain else normalize
-        # Moments lose too many digits below float32.
+        # Moments lose too many digits below float32. A missing shortcut is None, which JAX skips.
         arrays = (x, shortcut, scale, bias)
         maps, shortcut, scale, bias = jax.tree.map(lambda array: array.astype(jnp.float32), arrays)
         return apply(maps, shortcut, scale, bias, options).astype(x.dtype)
@@ -357,14 +371,19 @@ def _plain_norm(
     """
     sums = _at_once(x.sum((1, 2)), (x * x).sum((1, 2)))
     mean, square = group_means(jnp.stack(sums), x.shape, options)
+    # Rounding may leave a small variance below 0.
     variance = jnp.maximum(square - mean**2, 0)
     slope = lax.rsqrt(variance + options.epsilon) * scale[:, None]
     offset = _to_sum(bias[:, None] - mean * slope)
     y = x * slope[:, None, None] + offset[:, None, None]
+    if shortcut is not None:
+        y = y + shortcut
+    if not options.relu:
+        return y
+    # Both forms of ReLU have the same values, and differ in what their gradients read.
     if shortcut is None:
-        return nn.relu(y) if options.relu else y
-    y = y + shortcut
-    return _relu(y) if options.relu else y
+        return nn.relu(y)
+    return _relu(y)
 
 
 @jax.custom_jvp

@@ -118,8 +118,12 @@ def lora(
     """
     params = check_params(model, params)
     train = layers_of(model, train)
-    scale = 1.0 if alpha is None else check_positive("alpha", alpha) / rank
+    scale = 1.0
+    if alpha is not None:
+        scale = check_positive("alpha", alpha) / rank
     kernels = _adapted_layers(model, params, where, train)
+    # Each A has a key of its own. Equal arguments give equal matrices, because the order of the
+    # layers is that of their calls.
     keys = jax.random.split(key_of(seed), len(kernels))
     keys_of_kernels = zip(keys, kernels.items(), strict=True)
     a = {path: _random(key, kernel, rank) for key, (path, kernel) in keys_of_kernels}
@@ -128,8 +132,10 @@ def lora(
         adapters[path] = {"b": jnp.zeros((rank, *kernel.outputs))}
         if train_a:
             adapters[path] = {"a": a[path]} | adapters[path]
+    # Layers of `train` have no adapters, so the names of these two parts differ.
     start = _nested(adapters) | {name: params[name] for name in train}
     base = {name: params[name] for name in params if name not in train}
+    # A trained A is a parameter, and not frozen.
     fixed = (base, {} if train_a else a)
 
     def network(function: Callable) -> Callable:
@@ -143,6 +149,7 @@ def lora(
             ) -> Any:
                 path = context.module.path
                 y = call(*args, **kwargs)
+                # Flax calls the interceptor for all layers, and for their other methods too.
                 if path not in kernels or context.method_name != "__call__":
                     return y
                 adapter = functools.reduce(lambda tree, name: tree[name], path, params)
@@ -156,6 +163,7 @@ def lora(
         return call
 
     adapted = rebuilt(model, f"lora_{rank}", start, fixed, network)
+    # Backward passes of the zoo's layers give no squares and norms for adapters.
     return adapted._replace(sum_grad_squared=None, ghost_norms=None)
 
 
@@ -171,7 +179,9 @@ def _low_rank(x: Array, a: Array, b: Array, kernel: _Kernel) -> Array:
     contracted = tuple(range(len(kernel.axes)))
     x = jnp.tensordot(x, a.astype(x.dtype), (kernel.axes, contracted))
     y = jnp.tensordot(x, b.astype(x.dtype), 1)
-    return jnp.moveaxis(y, -1, 0) if kernel.first else y
+    if kernel.first:
+        return jnp.moveaxis(y, -1, 0)
+    return y
 
 
 def _input(args: tuple, kwargs: dict[str, Any]) -> Array:
@@ -244,21 +254,29 @@ def _kernels(model: Model, params: Params) -> dict[Path, _Kernel]:
         if context.method_name != "__call__" or not isinstance(module, _ADAPTABLE_LAYERS):
             return y
         x = _input(args, kwargs)
-        axis = getattr(module, "axis", -1)
-        axes = (axis,) if isinstance(axis, int) else axis
+        # `nn.Dense` has no attribute `axis`, and contracts the last axis.
+        axes = getattr(module, "axis", -1)
+        if isinstance(axes, int):
+            axes = (axes,)
         axes = tuple(axis % x.ndim - x.ndim for axis in axes)
         inputs = tuple(x.shape[axis] for axis in axes)
         first = isinstance(module, FirstAxisDense)
-        outputs = y.shape[:1] if first else y.shape[x.ndim - len(axes) :]
+        outputs = y.shape[x.ndim - len(axes) :]
+        if first:
+            outputs = y.shape[:1]
         own = functools.reduce(lambda tree, name: tree.get(name, {}), module.path, params)
         kernel = own.get("kernel")
+        # A module that another one calls may have its parameters elsewhere.
+        if not module.path or kernel is None:
+            return y
         # A kernel of another shape has axes for batches or for the iterations of a loop.
-        if module.path and jnp.shape(kernel) == (*inputs, *outputs):
+        if jnp.shape(kernel) == (*inputs, *outputs):
             found[module.path] = _Kernel(axes, inputs, outputs, first)
         return y
 
     def look(dtype: Any, shape: tuple[int, ...]) -> None:
         batch = jax.ShapeDtypeStruct((2, *shape), dtype)
+        # A trace calls all layers, so that nothing has to be computed to find them.
         with _intercepted(see):
             jax.eval_shape(lambda x: model.apply(params, model.prepare(x)), batch)
 

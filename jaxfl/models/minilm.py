@@ -28,6 +28,7 @@ class _MiniLmClassifier(Classifier):
 
     def setup(self) -> None:
         self.embeddings = Embeddings()
+        # The names are those in `minilm_weights`.
         self.layer = [Layer(name=f"layer_{i}") for i in range(LAYERS)]
         self.head = nn.Dense(self.classes)
 
@@ -37,6 +38,7 @@ class _MiniLmClassifier(Classifier):
         for layer in self.layer:
             x = layer(x, real)
         total = jnp.sum(jnp.where(real[..., None], x, 0), axis=1)
+        # A text of padding only has features of zero, and not NaN.
         return total / jnp.maximum(jnp.sum(real, axis=1, keepdims=True), 1)
 
 

@@ -53,20 +53,25 @@ def with_precision(model: Model, precision: Precision) -> Model:
     def at(network: Callable[..., Array]) -> Callable[..., Array]:
         @functools.wraps(network)
         def call(params: Any, x: Array, *key: Array) -> Array:
+            # JAX reads the precision while it traces the network, so the context must be open then.
             with jax.default_matmul_precision(_PRODUCTS[precision]):
                 if precision != "bfloat16":
                     return network(params, x, *key)
                 lowered = jax.tree.map(_lowered, (params, x))
+                # The loss, and all that follows, is computed in float32.
                 return network(*lowered, *key).astype(jnp.float32)
 
         return call
 
+    ghost_norms = model.ghost_norms
+    if precision != "float32":
+        ghost_norms = None
     return model._replace(
         name=f"{model.name}_{precision}",
         extract=model.extract and at(model.extract),
         classify=model.classify and at(model.classify),
         apply=at(model.apply),
-        ghost_norms=model.ghost_norms if precision == "float32" else None,
+        ghost_norms=ghost_norms,
     )
 
 

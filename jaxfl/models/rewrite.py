@@ -49,7 +49,10 @@ def in_form(function: Callable[..., Any], form: Form | None) -> Callable[..., An
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
-        own = backend().forms["usual"] if form is None else form
+        # The form is chosen at each call, because a later one may be traced for another platform.
+        own = form
+        if own is None:
+            own = backend().forms["usual"]
         if own not in FORMS:
             return function(*args)
         # JAX caches traces by function. The new function makes it trace again, because interceptors
@@ -99,6 +102,7 @@ def _interpret(closed: ClosedJaxpr, inputs: Sequence[_Value], form: Form) -> lis
     jaxpr = closed.jaxpr
     variables = (*jaxpr.constvars, *jaxpr.invars)
     values = dict(zip(variables, (*closed.consts, *inputs), strict=True))
+    # A result of the program counts as read, because the caller gets it.
     operands = itertools.chain.from_iterable(equation.invars for equation in jaxpr.eqns)
     atoms = (*operands, *jaxpr.outvars)
     reads = collections.Counter(atom for atom in atoms if not isinstance(atom, Literal))
@@ -112,6 +116,7 @@ def _interpret(closed: ClosedJaxpr, inputs: Sequence[_Value], form: Form) -> lis
         return values[atom]
 
     for equation in jaxpr.eqns:
+        # The context sets the options under which the operation was traced.
         with equation.ctx.manager:
             outputs = _apply(equation, [read(atom) for atom in equation.invars], form)
         values.update(zip(equation.outvars, outputs, strict=True))
@@ -122,6 +127,7 @@ def _apply(equation: Any, inputs: list[_Value], form: Form) -> Sequence[_Value]:
     name = equation.primitive.name
     params = equation.params
     if name == "jit":
+        # The inner program is evaluated in place, so its convolutions can include what follows it.
         return _interpret(params["jaxpr"], inputs, form)
     if form == "grouped":
         maps = _by_grouping(equation, inputs)
@@ -133,6 +139,7 @@ def _apply(equation: Any, inputs: list[_Value], form: Form) -> Sequence[_Value]:
         return [more]
     elif name in ("reduce_window_max", "reduce_window_sum") and _is_window(equation):
         return [_pool_in_order(_forced(inputs[0]), equation)]
+    # From here on, all convolutions are computed.
     inputs = [_forced(value) for value in inputs]
     orders = [value.order for value in inputs if isinstance(value, _Moved)]
     if orders:
@@ -141,10 +148,12 @@ def _apply(equation: Any, inputs: list[_Value], form: Form) -> Sequence[_Value]:
             return [moved]
     arrays = [_array(value) for value in inputs]
     if name in ("checkpoint", "remat2"):
+        # The program of a checkpoint has no constants, because they are among its operands.
         inner = _evaluate(ClosedJaxpr(params["jaxpr"], ()), form)
         prevent_cse = params["prevent_cse"]
         return jax.checkpoint(inner, prevent_cse=prevent_cse, policy=params["policy"])(*arrays)
     if name in ("scan", "while", "cond"):
+        # The bodies and branches are among the parameters.
         rewritten = functools.partial(_rewritten, form=form)
         params = {key: jax.tree.map(rewritten, value) for key, value in params.items()}
     return _bind(equation, arrays, params)
@@ -153,7 +162,9 @@ def _apply(equation: Any, inputs: list[_Value], form: Form) -> Sequence[_Value]:
 def _bind(equation: Any, arrays: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
     primitive = equation.primitive
     outputs = primitive.bind(*arrays, **primitive.get_bind_params(params))
-    return outputs if primitive.multiple_results else [outputs]
+    if primitive.multiple_results:
+        return outputs
+    return [outputs]
 
 
 def _rewritten(value: Any, form: Form) -> Any:
@@ -187,6 +198,7 @@ def _in_order(value: _Value, order: Sequence[int]) -> Any:
     if not jnp.ndim(array):
         return array
     if array.dtype == bool and order[-1] == 0 and len(array) <= _SMALL_BATCH:
+        # `_batch_minor` moves axis 0 to the end, and each other axis forward by one.
         last = array.ndim - 1
         return _batch_minor(array).transpose([axis - 1 if axis else last for axis in order])
     return array.transpose(order)
@@ -230,15 +242,19 @@ def _by_grouping(equation: Any, inputs: Sequence[Any]) -> Array | None:
     stride = params["window_strides"][0]
     square = kernel.shape[:-2] == (side, side) and params["window_strides"] == (stride, stride)
     dilation = {*params["lhs_dilation"], *params["rhs_dilation"]}
+    # `PlainOptions` has one stride, and neither dilation nor groups.
     if not square or stride > 2 or {*dilation, params["feature_group_count"]} != {1}:
         return None
     ends = params["padding"]
     around = {*itertools.chain(*ends)}
-    zeros = ends[0][0] if len(around) == 1 and 0 <= ends[0][0] < side else 0
+    zeros = 0
+    if len(around) == 1 and 0 <= ends[0][0] < side:
+        zeros = ends[0][0]
     # The convolution itself pads by one number of zeros on all sides, smaller than the kernel.
     if around != {zeros}:
         config = [(0, 0, 0), *((*two, 0) for two in ends), (0, 0, 0)]
         x = lax.pad(x, jnp.zeros((), x.dtype), config)
+    # A kernel of one pixel with a stride reads every second pixel, which a slice does.
     if side == 1:
         x = x[:, ::stride, ::stride]
         stride = 1
@@ -251,6 +267,7 @@ def _by_grouping(equation: Any, inputs: Sequence[Any]) -> Array | None:
 
 def _is_covered(equation: Any) -> bool:
     result = equation.outvars[0].aval
+    # A result may have another dtype than the operands, by `preferred_element_type`.
     same = all(atom.aval.dtype == result.dtype for atom in equation.invars)
     floating = jnp.issubdtype(result.dtype, jnp.floating)
     return same and floating and equation.params["batch_group_count"] == 1 and result.size > 0
@@ -276,9 +293,11 @@ def _absorbed(equation: Any, waiting: _Convolution, *others: _Value) -> _Convolu
         shape = jnp.shape(_array(others[0]))
         sides = [1] * len(waiting.order)
         sides[waiting.order[0]] = waiting.kernel.shape[-1]
+        # A bias has a number for each feature, and is broadcast along all other axes.
         if shape != tuple(sides):
             return None
         return waiting._replace(bias=_array(others[0]).reshape(-1))
+    # ReLU commutes with the pool, so either may come first.
     if name == "custom_jvp_call" and _is_relu(equation):
         return waiting._replace(relu=True)
     pooling = name == "reduce_window_max" and not waiting.pool and _is_winograd(waiting)
@@ -329,8 +348,11 @@ def _convolve(waiting: _Convolution) -> Array:
         # Filtering would multiply the rounding of a lower precision by about a hundred.
         exact = precision is None or set(precision) == {lax.Precision.HIGHEST}
         filtered = waiting.filtered and exact and x.dtype == jnp.float32
-        bias = jnp.zeros(features, x.dtype) if waiting.bias is None else waiting.bias
+        bias = waiting.bias
+        if bias is None:
+            bias = jnp.zeros(features, x.dtype)
         padding = tuple(params["padding"])
+        # A convolution over one axis is one over two axes, the first of which has length 1.
         line = len(padding) == 1
         if line:
             x = x[:, None]
@@ -340,7 +362,10 @@ def _convolve(waiting: _Convolution) -> Array:
             padding, waiting.relu, waiting.pool, False, False, filtered, precision
         )
         y = convolution.convolve(x, kernel, bias, options)
-        return y[:, 0] if line else y
+        if line:
+            return y[:, 0]
+        return y
+    # A dilated input has zeros between its elements, which `lax.pad` inserts.
     ends = [
         (*zeros, d - 1) for zeros, d in zip(params["padding"], params["lhs_dilation"], strict=True)
     ]
@@ -351,7 +376,9 @@ def _convolve(waiting: _Convolution) -> Array:
     y = windows.convolve_windows(x, kernel, window)
     if waiting.bias is not None:
         y = y + waiting.bias.reshape(-1, *(1,) * (y.ndim - 1))
-    return jax.nn.relu(y) if waiting.relu else y
+    if waiting.relu:
+        return jax.nn.relu(y)
+    return y
 
 
 # Operations on arrays whose axes are in another order
@@ -388,10 +415,13 @@ def _pool_in_order(value: _Value, equation: Any) -> _Value:
         tuple(params[key][axis] for axis in order)
         for key in ("window_dimensions", "window_strides", "padding")
     )
-    highest = equation.primitive.name == "reduce_window_max"
-    pool = windows.max_pool if highest else windows.sum_pool
-    start = jnp.array(-jnp.inf if highest else 0, x.dtype)
-    x = lax.pad(x, start, [(*ends, 0) for ends in padding])
+    # Padding has the number that changes neither a sum nor a maximum.
+    pool: Callable[..., Array] = windows.sum_pool
+    neutral = 0.0
+    if equation.primitive.name == "reduce_window_max":
+        pool = windows.max_pool
+        neutral = -math.inf
+    x = lax.pad(x, jnp.array(neutral, x.dtype), [(*ends, 0) for ends in padding])
     return _Moved(pool(x, sizes, strides), order)
 
 
@@ -443,10 +473,12 @@ def _in_same_order(
         return _Moved(jax.nn.relu(_in_order(inputs[0], order)), order)
     if name in _REDUCTIONS:
         left = [axis for axis in order if axis not in params["axes"]]
+        # The result numbers its axes anew, without those that were removed.
         ranked = np.argsort(np.argsort(left)).tolist()
         axes = tuple(order.index(axis) for axis in params["axes"])
         return bind(tuple(ranked), axes=axes)
     if name in _BY_AXIS:
+        # The strides of a slice may be None.
         moved = {
             key: params[key] and tuple(params[key][axis] for axis in order)
             for key in _BY_AXIS[name]
@@ -476,7 +508,10 @@ def _split_axes(x: Array, order: tuple[int, ...], sizes: Sequence[int]) -> _Move
     left = list(enumerate(sizes))
     sides = [x.shape[order.index(axis)] for axis in range(x.ndim)]
     for side in sides:
-        part = [left.pop(0)] if left else []
+        # The new axes that make up an old one follow one another.
+        part = []
+        if left:
+            part.append(left.pop(0))
         while left and math.prod(size for _, size in part) < side:
             part.append(left.pop(0))
         parts.append(part)

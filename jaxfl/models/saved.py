@@ -84,6 +84,7 @@ def save_models(path: pathlib.Path, models: Sequence[TrainedModel], about: dict[
         },
         "task": {"name": first.model.task.name, "recipe": _recipe(first.model.task)},
     }
+    # The digest covers all other entries and the arrays.
     content["sha256"] = _digest(content, arrays)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
@@ -149,9 +150,12 @@ def load_model(
         arrays = {name: _of_client(name, array, index) for name, array in arrays.items()}
     # Networks compute in 32 bits, as in a run.
     with jax.enable_x64(False):
-        network = _network(path, content, arrays) if model is None else model
+        network = model
+        if network is None:
+            network = _network(path, content, arrays)
         params = _of_names(path, network, "params", _shapes(network, arrays), arrays)
         fixed = _of_names(path, network, "frozen", network.frozen, arrays)
+    # An array that the network lacks means that it is another network.
     known = _named_leaves("params", params) | _named_leaves("frozen", fixed)
     if unknown := arrays.keys() - known.keys():
         raise ValueError(
@@ -178,6 +182,7 @@ def _client_in(path: pathlib.Path, about: dict[str, Any], client: int | None) ->
         if client is not None:
             return check_count("client", client, least=0, most=about["clients"] - 1)
         expected = f"an index of a client from 0 to {about['clients'] - 1}"
+    # The number of the only client in a file may be given or left out.
     elif client in (None, expected):
         return expected
     raise ValueError(
@@ -187,7 +192,9 @@ def _client_in(path: pathlib.Path, about: dict[str, Any], client: int | None) ->
 
 def _of_client(name: str, array: np.ndarray, client: int | None) -> np.ndarray:
     """Return a client's entry of an array `params/...`, and the array itself for frozen weights."""
-    return array[client] if name.startswith("params/") else array
+    if name.startswith("params/"):
+        return array[client]
+    return array
 
 
 def _read(path: pathlib.Path) -> tuple[dict[str, Any], Arrays]:
@@ -216,7 +223,14 @@ def _read(path: pathlib.Path) -> tuple[dict[str, Any], Arrays]:
                 f"{content.get('format')!r}. Use the version of jaxfl that wrote it."
             )
         intact = content.pop("sha256") == _digest(content, arrays)
-    except (LookupError, AttributeError, TypeError, RecursionError) as error:
+    except (
+        LookupError,
+        AttributeError,
+        TypeError,
+        RecursionError,
+        json.JSONDecodeError,
+    ) as error:
+        # The text may be no JSON, or any JSON, for instance a list, or lack the digest.
         raise ValueError(damaged) from error
     if not intact:
         raise ValueError(damaged)
@@ -228,17 +242,21 @@ def _foreign(path: pathlib.Path) -> str | None:
     found = kind(path)
     if found != "a regular file":
         return found or "which is missing"
+    # Opening a file reads its header only, and no arrays.
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
             ours = _TEXT in (file.metadata() or {})
     except (OSError, safetensors.SafetensorError) as error:
         return f"a damaged or foreign file ({error})"
-    return None if ours else "safetensors of another program"
+    if ours:
+        return None
+    return "safetensors of another program"
 
 
 def _digest(content: dict[str, Any], arrays: Arrays) -> str:
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
     for name, array in sorted(arrays.items()):
+        # Arrays of other shapes may have the same bytes, so the digest covers shapes too.
         digest.update(f"{name} {array.dtype.name} {array.shape}".encode())
         digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
@@ -311,7 +329,9 @@ def _of_names(path: pathlib.Path, network: Model, part: str, like: Tree, arrays:
 
 def _described_array(array: Any) -> str:
     """Return the dtype and shape of an array as text, or "none" for None."""
-    return "none" if array is None else f"{array.dtype}{tuple(array.shape)}"
+    if array is None:
+        return "none"
+    return f"{array.dtype}{tuple(array.shape)}"
 
 
 def _network_recipe(network: Model, params: Params, arrays: Arrays) -> dict[str, Any] | None:
@@ -332,7 +352,9 @@ def _network_recipe(network: Model, params: Params, arrays: Arrays) -> dict[str,
     # A network among the arguments may have had other fields, such as another head.
     again = _shapes(_built(recipe, arrays), arrays)
     shapes = {name: leaf.shape for name, leaf in _named_leaves("params", again).items()}
-    return recipe if shapes == {name: array.shape for name, array in trained.items()} else None
+    if shapes != {name: array.shape for name, array in trained.items()}:
+        return None
+    return recipe
 
 
 def _recipe(value: Any) -> dict[str, Any] | None:
@@ -357,6 +379,7 @@ def _recipe(value: Any) -> dict[str, Any] | None:
         text = json.dumps({"builder": recipe.builder, "arguments": arguments})
     except TypeError:
         return None
+    # Reading the text gives the arguments as a file has them, with lists in place of tuples.
     return json.loads(text)
 
 
@@ -368,9 +391,9 @@ def _network(path: pathlib.Path, content: dict[str, Any], arrays: Arrays) -> Mod
     """
     recipe = content["model"]["recipe"]
     task = content["task"]["recipe"]
-    for subject, found in (("network", recipe), ("task", task)):
-        if found is None:
-            name = content["model" if subject == "network" else "task"]["name"]
+    for subject, entry in (("network", content["model"]), ("task", content["task"])):
+        if entry["recipe"] is None:
+            name = entry["name"]
             raise ValueError(
                 f"model must be given for {str(path)!r}, whose {subject} {name!r} no builder of "
                 "jaxfl makes, got None. Give the network, for instance method.model."
@@ -391,6 +414,7 @@ def _built(recipe: dict[str, Any], arrays: Arrays) -> Model:
     """Return the network of a recipe. Zeros stand for weights, which are in the file."""
     arguments = dict(recipe["arguments"])
     name = recipe["builder"]
+    # A wrapper such as `frozen` got a model, whose recipe is inside of the wrapper's own.
     if "model" in arguments:
         base = _built(arguments["model"], arrays)
         arguments["model"] = base
@@ -405,6 +429,7 @@ def _zeros(network: Model, most: int) -> Params:
     Raises:
         ValueError: The network has more than `most` weights, the number of entries in the file.
     """
+    # A forged file could name a network that is larger than the memory.
     shapes = jax.eval_shape(lambda: network.init(key_of(0)))
     needed = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     if needed > most:

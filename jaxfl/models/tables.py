@@ -45,10 +45,12 @@ def check_table_rows(name: str, model: Model, inputs: Shaped[Array | np.ndarray,
     """
     if model.vocabulary is None:
         return
+    # No number of this type is outside the table, so a file need not be read.
     if inputs.dtype.kind == "u" and np.iinfo(inputs.dtype).max < model.vocabulary:
         return
     for start in range(0, len(inputs), _PART):
         part = np.asarray(inputs[start : start + _PART])
+        # NaN differs from its own floor, so it counts as outside.
         outside = (part < 0) | (part >= model.vocabulary) | (part != np.floor(part))
         if outside.any():
             row = start + int(np.argwhere(outside)[0][0])
@@ -71,7 +73,9 @@ def _follow(program: core.Jaxpr, origins: Sequence[_Origin]) -> tuple[list[int],
     known: dict[core.Var, _Origin] = dict(zip(program.invars, origins))
 
     def origin(value: core.Var | core.Literal) -> _Origin:
-        return None if isinstance(value, core.Literal) else known.get(value)
+        if isinstance(value, core.Literal):
+            return None
+        return known.get(value)
 
     for operation in program.eqns:
         name = operation.primitive.name
@@ -84,6 +88,7 @@ def _follow(program: core.Jaxpr, origins: Sequence[_Origin]) -> tuple[list[int],
             tables += more
             known.update(zip(operation.outvars, results))
         elif name == "gather" and found == [None, "input"]:
+            # Row numbers index one axis. Indices of several axes together are no row numbers.
             axes = operation.params["dimension_numbers"].start_index_map
             table: Any = operation.invars[0].aval
             tables += [table.shape[axis] for axis in axes if len(axes) == 1]
@@ -100,8 +105,10 @@ def _follow(program: core.Jaxpr, origins: Sequence[_Origin]) -> tuple[list[int],
 def _inner_program(operation: core.JaxprEqn) -> core.Jaxpr | None:
     """Return the program inside an operation that takes the operation's operands, or None."""
     for name in _INNER_PROGRAMS:
-        part = operation.params.get(name)
-        program = part.jaxpr if isinstance(part, core.ClosedJaxpr) else part
+        program = operation.params.get(name)
+        if isinstance(program, core.ClosedJaxpr):
+            program = program.jaxpr
+        # The inner program takes the operands only if it has as many inputs.
         if isinstance(program, core.Jaxpr) and len(program.invars) == len(operation.invars):
             return program
     return None

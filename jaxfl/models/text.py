@@ -109,6 +109,7 @@ def _text_model(name: str, module: nn.Module, length: int, every: bool, vocabula
     options: dict[str, Any] = {
         "prepare": _whole,
         "task": task,
+        # These networks have no convolutions, so they are evaluated as they are.
         "form": "lax",
         "vocabulary": vocabulary,
     }
@@ -139,6 +140,7 @@ class _Recurrent(nn.Module):
         self, table: Float[Array, "V E"], tokens: Int[Array, "B L"]
     ) -> Float[Array, "B L width"]:
         width = self.width
+        # The scan runs over positions, so these come first.
         ahead = nn.Dense(3 * width, name="input")(table)[tokens.T]
         kernel = self.param("recurrent", nn.initializers.lecun_normal(), (width, 3 * width))
         offset = self.param("offset", nn.initializers.zeros, (width,))
@@ -148,9 +150,11 @@ class _Recurrent(nn.Module):
             from_gates, from_new = jnp.split(state @ kernel, [2 * width], axis=-1)
             reset, keep = jnp.split(jax.nn.sigmoid(gates + from_gates), 2, axis=-1)
             new = jnp.tanh(new + reset * (from_new + offset[None]))
+            # This is (1 - z) n + z h by one product.
             state = new + keep * (state - new)
             return state, state
 
+        # A scan's state keeps its dtype, so it starts in that of the products, such as bfloat16.
         start = jnp.zeros((len(tokens), width), ahead.dtype)
         _, states = lax.scan(step, start, ahead)
         return states.swapaxes(0, 1)
@@ -171,8 +175,11 @@ class _Gru(Classifier):
         self.head = nn.Dense(self.outputs)
 
     def extract(self, tokens: Array) -> Array:
+        # The unit gets the table itself, because it multiplies each row of it only once.
         features = self.recurrent(self.embed.embedding, tokens)
-        return features if self.every else features[:, -1]
+        if self.every:
+            return features
+        return features[:, -1]
 
 
 class _Transformer(Classifier):
@@ -203,8 +210,10 @@ class _Transformer(Classifier):
         x = x + self.position.embedding[: tokens.shape[1]].T[:, None]
         for block in self.block:
             x = block(x)
-        features = self.norm(x if self.every else x[..., -1:]).transpose(1, 2, 0)
-        return features[:, slice(None) if self.every else 0]
+        if self.every:
+            return self.norm(x).transpose(1, 2, 0)
+        # Only the last position is used, so no other is normalised.
+        return self.norm(x[..., -1:]).transpose(1, 2, 0)[:, 0]
 
 
 class _TransformerBlock(nn.Module):
@@ -220,6 +229,7 @@ class _TransformerBlock(nn.Module):
     def __call__(self, x: Float[Array, "F B L"]) -> Float[Array, "F B L"]:
         width, batch, length = x.shape
         size = width // self.heads
+        # One product makes queries, keys and values.
         projected = FirstAxisDense(3 * width, name="attention")(_Norm(name="attention_norm")(x))
         projected = projected.reshape(3, self.heads, size, batch, length).transpose(0, 1, 3, 2, 4)
         mixed = _attend(*projected).transpose(0, 2, 1, 3).reshape(x.shape)
@@ -273,11 +283,13 @@ def _attend(
     """
     size, length = queries.shape[-2:]
     scores = jnp.einsum("hbsk,hbsq->hbkq", keys, queries * size**-0.5)
+    # Scores are (keys, queries). Each query has its own key, so no column is -inf throughout.
     past = np.triu(np.ones((1, 1, length, length), bool))
     scores = jnp.where(past, scores, -math.inf)
     # The largest score cancels in the quotient below, so its gradient is 0.
     largest = lax.stop_gradient(jnp.max(scores, -2, keepdims=True))
     weights = jnp.exp(scores - largest)
+    # The division comes after the product, with S divisions for a query and not one for each key.
     sums = jnp.einsum("hbsk,hbkq->hbsq", values, weights)
     return sums / jnp.sum(weights, -2)[:, :, None]
 

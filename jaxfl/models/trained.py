@@ -104,6 +104,7 @@ class TrainedModel:
         with given(self.model.frozen, frozen):
             return self.model.apply(params, self.model.prepare(inputs))
 
+    # A cached property writes into `__dict__`, which a frozen dataclass does not prevent.
     @functools.cached_property
     def _outputs(self) -> Callable[[Params, Tree, Array], Array]:
         """Compiled function of weights, frozen weights and a batch that returns outputs."""
@@ -131,6 +132,7 @@ class TrainedModel:
 
     def _of_part(self, program: Callable[[Params, Tree, Array], Array], part: np.ndarray) -> Any:
         """Return the results of a part of at most one batch, which is padded with zeros."""
+        # A last part of another size would make JAX compile the program again.
         padded = np.zeros((_BATCH, *part.shape[1:]), part.dtype)
         padded[: len(part)] = part
         found = program(self.params, self.frozen, jnp.asarray(padded))
@@ -155,6 +157,7 @@ class TrainedModel:
             return
         as_bytes = jax.ShapeDtypeStruct(given.shape, np.uint8)
         prepared = jax.eval_shape(self.model.prepare, as_bytes)
+        # A network that takes bytes as tokens turns them into whole numbers, without a scale.
         if jnp.issubdtype(prepared.dtype, jnp.floating):
             raise ValueError(
                 f"inputs must be {stored}, as the examples of the run, got {given.dtype}. Give "
@@ -171,7 +174,9 @@ def _check_input_shape(wanted: tuple[int, ...] | None, shape: tuple[int, ...]) -
     """
     if wanted is not None and shape[1:] != wanted:
         sizes = ", ".join(map(str, wanted))
-        remedy = "inputs[None]" if shape == wanted else f"inputs.reshape(-1, {sizes})"
+        remedy = f"inputs.reshape(-1, {sizes})"
+        if shape == wanted:
+            remedy = "inputs[None]"
         raise ValueError(
             f"inputs must be examples [B, {sizes}], got shape {shape}. Give a batch, for instance "
             f"{remedy}."

@@ -40,6 +40,7 @@ def with_weights(model: Model, params: Params) -> Model:
     160.0
     """
     params = check_params(model, params)
+    # A run would take NaN at its start for training that diverged.
     for path, leaf in jax.tree.leaves_with_path(params):
         if not np.isfinite(leaf).all():
             raise ValueError(

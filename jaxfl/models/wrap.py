@@ -29,7 +29,9 @@ T = TypeVar("T")
 
 def scale_bytes(inputs: Shaped[Array, "B ..."]) -> Shaped[Array, "B ..."]:
     """Scale bytes, which are pictures, to [-1, 1], and return other inputs unchanged."""
-    return as_floats(inputs) if inputs.dtype == jnp.uint8 else inputs
+    if inputs.dtype == jnp.uint8:
+        return as_floats(inputs)
+    return inputs
 
 
 @checked(input_shape=functools.partial(check_counts, empty=False), head=check_layers)
@@ -87,12 +89,15 @@ def from_flax(
     """
 
     def variables(key: Array, batch: Array) -> Any:
+        # Nothing draws in evaluation, so the parameters need no other stream.
         mode: dict[str, Any] = _mode(module, "__call__", None)
         return module.init(key, batch, **mode)
 
     def call(method: str, params: Params, x: Array, key: Array | None) -> Any:
         # Flax derives all other streams from this one.
-        rngs = None if key is None else {"params": key}
+        rngs: dict[str, Array] | None = None
+        if key is not None:
+            rngs = {"params": key}
         mode = _mode(module, method, key)
         return module.apply({"params": params}, x, method=method, rngs=rngs, **mode)
 
@@ -166,7 +171,9 @@ def from_nnx(
     """
 
     def make(rngs: nnx.Rngs) -> Any:
-        instance = module if isinstance(module, nnx.Module) else module(rngs)
+        instance: Any = module
+        if not isinstance(module, nnx.Module):
+            instance = module(rngs)
         if not isinstance(instance, nnx.Module):
             raise TypeError(
                 f"module must be a function of nnx.Rngs that returns a module, got {show(module)}, "
@@ -174,6 +181,7 @@ def from_nnx(
             )
         return instance
 
+    # The structure is enough here, because a run draws the parameters.
     instance: Any = module
     if not isinstance(module, nnx.Module):
         instance = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
@@ -191,11 +199,15 @@ def from_nnx(
 
     def variables(key: Array, _batch: Array) -> Any:
         instance = make(nnx.Rngs(key))
+        # A flat state is sorted by names, and layers are in the order in which `__init__` set them.
         attributes = list(vars(instance))
         leaves = nnx.to_flat_state(nnx.state(instance, nnx.Param))
         leaves = sorted(leaves, key=lambda leaf: attributes.index(leaf[0][0]))
         params = {_names_of_path(path): variable[...] for path, variable in leaves}
-        collections = {"params": unflatten_dict(params)} if params else {}
+        # A module without parameters lacks the collection, as in Flax linen.
+        collections: dict[str, Any] = {}
+        if params:
+            collections = {"params": unflatten_dict(params)}
         return collections | others
 
     def call(method: str, params: Params, x: Array, key: Array | None) -> Array:
@@ -207,7 +219,10 @@ def from_nnx(
         params_state = jax.tree.unflatten(jax.tree.structure(own), values)
         streams_state = jax.tree.unflatten(jax.tree.structure(rest), streams)
         merged = nnx.merge(graph, params_state, streams_state)
-        merged.eval() if key is None else merged.train()
+        if key is None:
+            merged.eval()
+        else:
+            merged.train()
         return getattr(merged, method)(x, **_mode(merged, method, key))
 
     return _checked_model(
@@ -244,8 +259,13 @@ def _stream(key: Array | None, number: int, leaf: Any) -> Array:
     """
     if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jnp.zeros(leaf.shape, leaf.dtype)
-    key = jax.random.fold_in(key_of(0) if key is None else key, number)
-    return jax.random.split(key, leaf.shape) if leaf.shape else key
+    if key is None:
+        key = key_of(0)
+    key = jax.random.fold_in(key, number)
+    # A stream may hold an array of keys, for instance after `nnx.split_rngs`.
+    if leaf.shape:
+        return jax.random.split(key, leaf.shape)
+    return key
 
 
 class _PureModule(NamedTuple):
@@ -324,12 +344,19 @@ def _checked_model(
         return network.variables(key, batch)["params"]
 
     layers = depth_order(init)
-    head = layers[-1:] if head is None else tuple(head)
+    if head is None:
+        head = layers[-1:]
+    head = tuple(head)
     if not head or not set(head) <= set(layers):
         raise ValueError(
             f"head must name one or more layers of the module, got {head!r}. Choose from {layers}."
         )
-    split = hasattr(network.module, "extract") and hasattr(network.module, "classify")
+    # A model is split by both methods or not at all.
+    extract: Callable[..., Array] | None = None
+    classify: Callable[..., Array] | None = None
+    if hasattr(network.module, "extract") and hasattr(network.module, "classify"):
+        extract = method("extract")
+        classify = method("classify")
     if vocabulary is None:
         # Inputs must lie in each of the tables that they index.
         vocabulary = min(tables_of(program), default=None)
@@ -337,8 +364,8 @@ def _checked_model(
         name=name or kind,
         init=init,
         prepare=prepare,
-        extract=method("extract") if split else None,
-        classify=method("classify") if split else None,
+        extract=extract,
+        classify=classify,
         apply=method("__call__"),
         sum_grad_squared=None,
         layers=layers,
@@ -365,6 +392,7 @@ def with_either(look: Callable[[Any], T]) -> tuple[Any, T]:
         try:
             return dtype, look(dtype)
         except Exception as error:
+            # A module may raise errors of any kind for inputs of the other dtype.
             errors.append(error)
     raise ExceptionGroup("inputs are neither floats nor whole numbers", errors)
 
@@ -392,6 +420,7 @@ def _first_taken(
         return dtype, program, variables, outputs
     except ExceptionGroup as group:
         errors = group.exceptions
+    # Flax's own dropout asks for `deterministic`, and other layers that draw ask for a stream.
     if any(
         isinstance(error, flax.errors.InvalidRngError) or "deterministic" in str(error)
         for error in errors

@@ -48,8 +48,11 @@ def _picture_maps(
     """
     x = _bytes(inputs)
     if padding:
+        # A byte of 0 means -1, so bytes are scaled before they are padded with zeros.
         x = jnp.pad(as_floats(x), ((0, 0), (padding, padding), (padding, padding), (0, 0)))
-    return as_floats(x if padding is None else to_pairs(x))
+    if padding is not None:
+        x = to_pairs(x)
+    return as_floats(x)
 
 
 class _Mlp(Classifier):
@@ -88,9 +91,12 @@ class _Cnn(Classifier):
     def extract(self, x: Array) -> Array:
         for layer in self.conv:
             x = layer(x)
+        # Dense layers take one row of features for each example.
         x = x.reshape(-1, x.shape[-1]).T
         for layer in self.dense:
-            x = nn.relu(layer(x)) if self.relu else layer(x)
+            x = layer(x)
+            if self.relu:
+                x = nn.relu(x)
         return x
 
 
@@ -114,12 +120,14 @@ class _NormLenet(Classifier):
     def extract(self, x: Array) -> Array:
         for layer, norm in zip(self.conv, self.norm[:2], strict=True):
             x = norm(layer(x))
+            # The pool drops a last odd row or column.
             x = x[:, : x.shape[1] // 2 * 2, : x.shape[2] // 2 * 2]
             rows = jnp.maximum(x[:, ::2], x[:, 1::2])
             # ReLU commutes with the maximum, after which there are a quarter of the numbers.
             x = nn.relu(jnp.maximum(rows[:, :, ::2], rows[:, :, 1::2]))
         x = x.reshape(-1, x.shape[-1]).T
         for layer, norm in zip(self.dense, self.norm[2:], strict=True):
+            # GroupNorm takes maps, here of a single pixel.
             x = nn.relu(norm(layer(x).T[:, None, None])[:, 0, 0].T)
         return x
 
@@ -144,6 +152,7 @@ class _ResNet(Classifier):
             Convolution, size=3, padding=1, relu=False, pool=False, bias=False, **modes
         )
         widths = (self.widths[0], *(width for width in self.widths for _ in range(2 * self.blocks)))
+        # The first convolution of each later stage halves the maps. Convolution 0 is in no block.
         halve = {1 + 2 * self.blocks * stage for stage in range(1, len(self.widths))}
         self.conv = [
             convolution(features=f, stride=2 if i in halve else 1) for i, f in enumerate(widths)
@@ -178,7 +187,9 @@ def _check_vector_or_shape(name: str, value: Any) -> tuple[int, ...]:
             f"Give ({value},) for vectors of {value} numbers."
         )
     shape = check_counts(name, value)
-    return shape if len(shape) == 1 else _check_shape(name, value)
+    if len(shape) == 1:
+        return shape
+    return _check_shape(name, value)
 
 
 @checked(input_shape=_check_vector_or_shape, hidden=check_counts)
@@ -206,6 +217,7 @@ def mlp(
         return _Mlp(tuple(hidden), classes, sum_grad_squared)
 
     def ghost_norms(params: Any, x: Array, probe: Array) -> Any:
+        # All layers get the same probe, so its gradient is the sum of their squared norms.
         probed = {name: {**layer, "probe": probe} for name, layer in params.items()}
         return twin.apply({"params": probed}, x)
 
@@ -307,7 +319,8 @@ def feddpa_cnn(
         Yang et al., Dynamic Personalized Federated Learning with Adaptive Differential Privacy,
         NeurIPS 2023.
     """
-    classes = _FEDDPA_CLASSES[dataset] if classes is None else classes
+    if classes is None:
+        classes = _FEDDPA_CLASSES[dataset]
     if dataset in ("cifar10", "cifar100"):
         convolutions = [{"features": n, "size": 3, "padding": 1} for n in (16, 32, 32)]
         return _cnn("feddpa_cnn", convolutions, (512, 128), (32, 32, 3), classes, form)
@@ -316,7 +329,9 @@ def feddpa_cnn(
         {"features": 32, "size": 3, "relu": colour, "pool": False},
         {"features": 64, "size": 3},
     ]
-    shape = (32, 32, 3) if colour else (28, 28, 1)
+    shape = (28, 28, 1)
+    if colour:
+        shape = (32, 32, 3)
     return _cnn("feddpa_cnn", convolutions, (128,), shape, classes, form, relu=colour)
 
 
@@ -375,6 +390,7 @@ def resnet20(
     model = _model_by_form(
         "resnet20", network, lambda _form, x: _picture_maps(x), input_shape, form, "residual"
     )
+    # The maps of a batch exceed a processor's caches, so a pass takes fewer examples there.
     return model._replace(microbatch="auto")
 
 
@@ -408,7 +424,10 @@ def build(name: str, input_shape: tuple[int, ...], classes: int) -> Model:
 
 def _feddpa_by_shape(input_shape: Shape, classes: int) -> Model:
     shape = check_choice("input_shape", input_shape, ((32, 32, 3), (28, 28, 1)))
-    return feddpa_cnn("cifar10" if shape == (32, 32, 3) else "mnist", classes)
+    dataset = "mnist"
+    if shape == (32, 32, 3):
+        dataset = "cifar10"
+    return feddpa_cnn(dataset, classes)
 
 
 def _cnn(
@@ -455,9 +474,12 @@ def _cnn(
         return _Cnn(layers, widths, classes, relu, form, sum_grad_squared)
 
     def prepare(form: Form, inputs: Array) -> Array:
+        # The first layer converts bytes itself, which the fused kernel does as it reads them.
         if form == "pallas" and inputs.dtype == jnp.uint8:
             return _bytes(inputs)
-        return _picture_maps(inputs, padding if paired(form) else None)
+        if paired(form):
+            return _picture_maps(inputs, padding)
+        return _picture_maps(inputs)
 
     return _model_by_form(name, network, prepare, input_shape, form, kind)
 
@@ -469,12 +491,18 @@ def _with_parts(convolutions: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     if it is fused and has no padding.
     """
     joined = []
+    # No layer follows the last one, which writes its columns in order. The loop begins there.
     wanted = 1
     for options in reversed(convolutions):
         fused = Convolution(**options, form="pallas").fused
-        parts = wanted if fused else 1
+        parts = 1
+        if fused:
+            parts = wanted
         joined.insert(0, options | {"parts": parts})
-        wanted = 2 * parts if fused and not options.get("padding") else 1
+        wanted = 1
+        if fused and not options.get("padding"):
+            # Pooling joins two columns into one, so a layer reads twice the parts that it writes.
+            wanted = 2 * parts
     return joined
 
 
@@ -501,15 +529,21 @@ def _model_by_form(
         ValueError: A layer gets no input for this shape.
     """
 
+    # A model serves devices of all kinds, so its form is chosen whenever a program is traced.
     def chosen() -> Form:
-        return backend().forms[kind] if form is None else form
+        if form is None:
+            return backend().forms[kind]
+        return form
 
     def prepare(inputs: Array) -> Array:
         return layout(chosen(), inputs)
 
     def init(key: Array) -> Any:
-        return network(chosen(), False).init(key, prepare(jnp.zeros((1, *shape))))["params"]
+        # Parameters follow from shapes, so one example of zeros serves.
+        example = prepare(jnp.zeros((1, *shape)))
+        return network(chosen(), False).init(key, example)["params"]
 
+    # Training gives a key to every network. These networks draw nothing.
     def apply(method: str, squares: bool, params: Any, x: Array, _key: Array | None = None) -> Any:
         return network(chosen(), squares).apply({"params": params}, x, method=method)
 
@@ -528,6 +562,7 @@ def _model_by_form(
         apply=functools.partial(apply, "__call__", False),
         sum_grad_squared=functools.partial(apply, "__call__", True),
         layers=layers,
+        # A network calls its head last, so the head's parameters are made last.
         head=layers[-1:],
         input_shape=shape,
     )

@@ -129,6 +129,7 @@ def first_scores(canaries: Canaries, key: Key[Array, "*S"]) -> Scores:
     zeros = jnp.zeros(canaries.count)
     return Scores(
         secret=jax.random.bits(sign_key, (2,), jnp.uint32),
+        # The theorems of one-run auditing ask for fair and independent coins.
         taken=jax.random.bernoulli(member_key, 0.5, (canaries.count,)),
         likelihood=zeros,
         sum=zeros,
@@ -152,6 +153,7 @@ def draw_canaries(
         index: Index of the round.
         clients: Number of clients, which sets the rate of some samplers.
     """
+    # A purpose of its own keeps the clients' cohorts as they are without canaries.
     canary_key = single(derive(key, index // sampling.period, CANARY))
     return Drawn(*sampling.sample_canaries(canary_key, clients, canaries.count, index))
 
@@ -192,6 +194,7 @@ def audited_aggregate(
     length = mechanism.update_bound(memory)
     present = scores.taken & drawn.sampled
     rows = _power_of_two(len(present))
+    # A single transform adds up the directions of all present canaries.
     directions = jnp.pad(present.astype(jnp.float32), (0, rows - len(present)))
     canary_sum = signs * _repeat(_hadamard(directions), size) * (length * size**-0.5)
     scale = weight / mechanism.unit(memory, numbers)
@@ -206,7 +209,9 @@ def audited_aggregate(
         key, memory, cohort, total._replace(update=joined), mesh
     )
 
+    # Directions repeat every K coordinates, so a score needs the sum over blocks alone.
     seen = _fold(signs * ravel_pytree(released)[0], rows)
+    # The divisor undoes the mean, because x is a score of the released sum.
     x = _hadamard(seen)[: len(present)] * (
         mechanism.divisor(numbers, total.weight) / (length * weight * size**0.5)
     )
@@ -259,6 +264,7 @@ def audit_report(scores: Scores, delta: float) -> dict[str, Any]:
     found = [
         (bounds[name][theorem], f"{theorem} of {name}") for name in _SCORES for theorem in theorems
     ]
+    # Each of the six bounds has a sixth of the level, so their maximum holds at the whole level.
     value, by = max(found)
     sums = np.asarray(scores.sum, np.float64)
     distance, least_distance = _distances(sums[taken], sums[~taken])
@@ -286,7 +292,9 @@ def _distances(
     spread = math.sqrt((inside.var(ddof=1) + outside.var(ddof=1)) / 2)
     difference = float(inside.mean() - outside.mean())
     if not spread:
-        distance = math.inf if difference > 0 else 0.0
+        distance = 0.0
+        if difference > 0:
+            distance = math.inf
         return distance, distance
     distance = difference / spread
     n = len(inside)
@@ -321,9 +329,12 @@ def model_in(server: Tree, update: Tree) -> Float[np.ndarray, "d"] | None:
     def fits(part: Tree) -> bool:
         return jax.tree.map(np.shape, part) == kind
 
+    # `is_leaf` ends the descent at the outermost part that fits.
     model = next((part for part in jax.tree.leaves(server, is_leaf=fits) if fits(part)), ())
     leaves = [np.ravel(leaf) for leaf in jax.tree.leaves(model)]
-    return np.concatenate(leaves) if leaves else None
+    if not leaves:
+        return None
+    return np.concatenate(leaves)
 
 
 def with_final(
@@ -346,7 +357,9 @@ def with_final(
 
 
 def _names(scores: Scores) -> tuple[str, ...]:
-    return _SCORES if scores.final is None else (*_SCORES, "final")
+    if scores.final is None:
+        return _SCORES
+    return (*_SCORES, "final")
 
 
 def _auditor() -> Any:
@@ -368,6 +381,7 @@ def _power_of_two(count: int) -> int:
 def _canary_signs(secret: UInt32[Array, "2"], size: int) -> Float[Array, "d"]:
     key = jax.random.wrap_key_data(secret, impl="threefry2x32")
     bits = jax.random.bits(key, (-(-size // 32),), jnp.uint32)
+    # A word of random bits gives 32 signs.
     spread = (bits[:, None] >> jnp.arange(32, dtype=jnp.uint32)[None]) & 1
     return 1.0 - 2.0 * spread.reshape(-1)[:size].astype(jnp.float32)
 
@@ -386,6 +400,7 @@ def _hadamard(values: Float[Array, "K"]) -> Float[Array, "K"]:
     """Return the unnormalised Walsh-Hadamard transform. K must be a power of two."""
     half = 1
     while half < len(values):
+        # Each pass doubles the length of the blocks that are transformed.
         pairs = values.reshape(-1, 2, half)
         sums = pairs[:, 0] + pairs[:, 1]
         differences = pairs[:, 0] - pairs[:, 1]

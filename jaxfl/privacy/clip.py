@@ -31,6 +31,7 @@ def clip(update: Tree, bound: Number) -> tuple[Tree, Float[Array, ""]]:
     # In half precision a sum of squares stalls, and the clipped update would be too long.
     update = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), update)
     norm = jnp.asarray(optax.tree.norm(update), jnp.float32)
+    # This also keeps an infinite update as it is. Its factor, infinity over infinity, is NaN.
     if not traced(bound) and math.isinf(bound):
         return update, norm
     factor = jnp.minimum(1.0, bound / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))

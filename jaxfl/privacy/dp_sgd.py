@@ -169,6 +169,7 @@ class DPSGD:
         if noise is None:
             multiplier = jnp.asarray(self.noise_multiplier, jnp.float32).reshape(())
             noise = StepNoise(multiplier, own)
+        # The size is traced, so a client without examples gets a number of steps, which is 0.
         total = jnp.where(data.size > 0, self.steps, 0)
         noisy = functools.partial(
             noisy_gradient,
@@ -185,6 +186,7 @@ class DPSGD:
                 step_key = derive(noise.key, i)
                 step_drawing = jax.random.fold_in(drawing, i)
                 loss_part = noisy(step_key, params, data, self, drawing=step_drawing)
+                # The penalty reads no examples, so its gradient needs neither clipping nor noise.
                 value_and_slope = jax.value_and_grad(lambda params: penalty_of(penalty, params))
                 return optax.tree.add(loss_part, value_and_slope(params))
 
@@ -193,7 +195,10 @@ class DPSGD:
         start = (begin(params), first_state(optimizer, params, self.decay), jnp.zeros(()))
         params, state, total_loss = lax.fori_loop(0, longest(total), step, start)
         params = weights_to_keep(state, params, mask, total)
-        mark = self.mark if data.noise is not None else f"{self.mark}, without the engine's noise"
+        mark = self.mark
+        if data.noise is None:
+            # The engine rejects this name, because the ledger would record other noise.
+            mark = f"{self.mark}, without the engine's noise"
         # The engine counts private steps by this name in the traced program (`trainings`).
         total_loss = checkpoint_name(total_loss, mark)
         steps = total.astype(jnp.float32)
@@ -215,6 +220,7 @@ class DPSGD:
             # A traced rate has no value to hash, so the object itself identifies the rate.
             rate = f"traced {id(self.rate)}"
         else:
+            # Rates by client may be a long table, for which a hash stands.
             rate = hashlib.sha256(self.rate_table.tobytes()).hexdigest()
         return f"{_MARK}: rate {rate}, steps {self.steps}"
 
@@ -296,7 +302,9 @@ def _most_runs(operation: core.JaxprEqn) -> float:
     name = operation.primitive.name
     if name == "scan":
         return float(operation.params["length"])
-    return 1.0 if name in _ONCE else math.inf
+    if name in _ONCE:
+        return 1.0
+    return math.inf
 
 
 def _nested_programs(value: Any) -> Iterator[core.Jaxpr]:
@@ -305,8 +313,10 @@ def _nested_programs(value: Any) -> Iterator[core.Jaxpr]:
         yield value.jaxpr
     elif isinstance(value, core.Jaxpr):
         yield value
-    elif isinstance(value, dict | tuple | list):
-        for part in value.values() if isinstance(value, dict) else value:
+    elif isinstance(value, dict):
+        yield from _nested_programs(tuple(value.values()))
+    elif isinstance(value, tuple | list):
+        for part in value:
             yield from _nested_programs(part)
 
 
@@ -354,9 +364,12 @@ def noisy_gradient(
     batch_key = derive(key, 0)
     noise_key = derive(key, 1)
     padded = data.padded
-    default = 1 if ghost_norms is None else _EXAMPLES_AT_ONCE
+    default = 1
+    if ghost_norms is not None:
+        default = _EXAMPLES_AT_ONCE
     chunk = min(dp_sgd.chunk or default, padded)
     rate = dp_sgd.rate_of(data)
+    # Shapes are static, so padding has coins too, which never count.
     drawn = coins(batch_key, padded, rate) & (jnp.arange(padded) < data.size)
     count = jnp.sum(drawn)
     # Row 0 fills up the last chunk, and `positions < count` leaves these copies out.
@@ -365,6 +378,7 @@ def noisy_gradient(
     def losses(
         apply: Callable, params: Params, x: Array, labels: Array, *key: Array
     ) -> Float[Array, "B"]:
+        # `loss` is a mean over a batch, so each example is a batch of its own.
         def of_row(row: Array, label: Array) -> Float[Array, ""]:
             return loss(row[None], label[None], jnp.ones(1))
 
@@ -381,6 +395,7 @@ def noisy_gradient(
 
             return jnp.sum(losses(outputs, params, x, labels))
 
+        # By the rules of the layers, the gradient by the probe holds squared gradient norms.
         return jax.grad(probed)(jnp.zeros(len(labels)))
 
     def add(i: Int[Array, ""], total: tuple) -> tuple:
@@ -388,7 +403,11 @@ def noisy_gradient(
         inputs, labels = data.take(lax.dynamic_slice(order, (i * chunk,), (chunk,)))
         batch = inputs, labels, positions < count
         if ghost_norms is None:
-            layers_key = key_of(0) if drawing is None else drawing
+            layers_key = drawing
+            if layers_key is None:
+                # No layer draws, so any key serves.
+                layers_key = key_of(0)
+            # Keys follow positions in the batch, so the size of a chunk changes no draw.
             keys = jax.vmap(jax.random.fold_in, (None, 0))(layers_key, positions)
             part = _clipped_one_by_one(losses_fn, prepare, params, (*batch, keys), dp_sgd.clip)
             return optax.tree.add(total, part)
@@ -452,6 +471,7 @@ def _by_norms(
     inputs, labels, real = batch
     squares = squares_fn(params, prepare(inputs), labels)
     counts = real & jnp.isfinite(squares)
+    # A square of 0, or below 0 by rounding, has no finite inverse root.
     positive = jnp.maximum(squares, jnp.finfo(jnp.float32).tiny)
     factor = jnp.minimum(1.0, bound * lax.rsqrt(positive))
     factor = jnp.where(counts, factor, 0.0)

@@ -25,7 +25,9 @@ def check_availability(name: str, value: Any) -> float | Float[np.ndarray, "C"]:
             f"{name} must be at most 1, because it is a probability, got {show(value)}. "
             "Give for instance 0.8."
         )
-    return array if array.ndim else float(array)
+    if array.ndim:
+        return array
+    return float(array)
 
 
 @checked(availability=check_availability)
@@ -88,6 +90,7 @@ class Dropouts(Sampling):
         clients = arrived.shape[1]
         if self.sampling.fixed:
             return np.full(len(arrived), self.drawn(clients))
+        # An arrival of probability a stands for 1 / a draws, which makes the estimate unbiased.
         return arrived @ (1 / np.broadcast_to(self.availability, clients))
 
     @property
@@ -147,6 +150,7 @@ class Dropouts(Sampling):
         """
         if not noise.clients_add.any():
             return self.sampling.view(noise)
+        # Only the server and the client itself are sure to add noise to a sum with its update.
         alone = noise._replace(
             above=np.maximum(noise.above, noise.clients_add),
             clients_add=np.zeros_like(noise.clients_add),

@@ -40,6 +40,7 @@ def derive(key: Key[Array, "*S"], *numbers: Int[Array, ""] | int) -> Key[Array, 
     A key pair yields a key pair.
     """
     for number in numbers:
+        # A pair is an array of two keys, and a single key has no axis.
         if key.ndim:
             key = jax.vmap(jax.random.fold_in, (0, None))(key, number)
         else:
@@ -68,6 +69,7 @@ def random_pairs(key: Key[Array, "*S"], count: int) -> UInt32[Array, "2 count"]:
         return random_pairs(key[0], count) ^ random_pairs(key[1], count)
     words = jax.random.bits(key, (2,), jnp.uint32)
     index = jnp.arange(count, dtype=jnp.uint32)
+    # Counters are the pairs (0, i), so no two entries share a block.
     keys = jnp.broadcast_to(words[:, None], (2, count))
     return jnp.stack(threefry2x32_p.bind(*keys, jnp.zeros_like(index), index))
 
@@ -104,6 +106,7 @@ def add_gaussian(key: Key[Array, "*S"], tree: Tree, std: Float[Array, ""]) -> Tr
         std: Absolute std, not a ratio of the clip bound.
     """
     flat, unravel = ravel_pytree(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree))
+    # A std in double precision would promote the result.
     return unravel(flat + std.astype(jnp.float32) * normal(key, flat.shape))
 
 
@@ -156,6 +159,7 @@ def _rounded_gaussian(
     """
     words = _thresholds()
     last = words.shape[1] - 1
+    # The first two words of a threshold lie side by side, because they are read together.
     pairs = jnp.asarray(np.ravel(words[:2], order="F"))
     third = jnp.asarray(words[2])
     first = bits[0]
@@ -176,12 +180,15 @@ def _rounded_gaussian(
     nearest, first, second = lax.optimization_barrier((nearest, first, second))
     below, above = compare(nearest)
     beyond_below, beyond_above = compare(jnp.where(below, nearest + 1, nearest - 1))
+    # The magnitude is proven if U lies strictly between two neighbouring thresholds.
     sure = (below & beyond_above) | (above & beyond_below)
+    # A bool counts as 0 or 1: k is `nearest` if U is below its threshold, and else one less.
     magnitude = jnp.where(sure, nearest - ~below, 0)
 
     def search() -> Int[Array, "D"]:
         final = rest()
 
+        # U is always below the threshold of `low`, and never below that of `high`.
         def halve(bracket: tuple[Array, Array]) -> tuple[Array, Array]:
             low, high = bracket
             middle = (low + high) // 2
@@ -209,7 +216,9 @@ def _guess(bits: UInt32[Array, "2 D"]) -> Float[Array, "D"]:
     """
     share = bits[0].astype(jnp.float32) * 2.0**-32 + bits[1].astype(jnp.float32) * 2.0**-64
     # The product is 1 - x^2.
+    # The least share keeps w finite if all bits are 0.
     w = -jnp.log(jnp.maximum(share, 2.0**-64) * (2 - share))
+    # Each `reduce` is Horner's rule. Giles shifts w for its centre, and the root of w for its tail.
     centre = functools.reduce(lambda value, c: value * (w - 2.5) + c, _GILES[0])
     tail = functools.reduce(lambda value, c: value * (jnp.sqrt(w) - 3) + c, _GILES[1])
     return math.sqrt(2) * STEPS * (1 - share) * jnp.where(w < 5, centre, tail)
@@ -239,19 +248,24 @@ def _thresholds() -> UInt32[np.ndarray, "3 n"]:
     square = (k / STEPS) ** 2
     density = np.exp(-square / 2) * math.sqrt(2 / math.pi) / STEPS
     mass = density * (1 + (square - 1) / (24 * STEPS**2))
+    # P(X = 0) has a closed form. The midpoint rule serves all k above 0.
     zero = math.erf(0.5 / STEPS / math.sqrt(2))
     words = _words(mass)
     total = sum(int(np.sum(word)) << 32 * i for i, word in enumerate(words))
     rest = 2**96 - round(zero * 2**96) - total
+    # `_words` takes no negative numbers, so its result gets the sign of the rest.
     words += int(math.copysign(1, rest)) * _words(mass * (abs(rest) / 2**96))
+    # Fewer than 2^19 words of 32 bits are added up, so int64 holds each sum before its carry.
     cumulated = np.cumsum(words[:, ::-1], axis=1)[:, ::-1]
     for i in range(2):
+        # An arithmetic shift rounds down, so a word below 0 borrows from the next one.
         carry = cumulated[i] >> 32
         cumulated[i] -= carry << 32
         cumulated[i + 1] += carry
     first = np.full((3, 1), 2**32 - 1)
     end = np.zeros((3, 1))
     low, middle, high = cumulated
+    # From 2^96 P to 2^95 P, the lowest bit of the middle word moves to the top of the last one.
     words = np.stack([high, middle & ~1, (middle & 1) << 31 | low >> 1])
     return np.concatenate([first, words, end], axis=1).astype(np.uint32)
 
@@ -261,6 +275,7 @@ def _words(share: Float[np.ndarray, "n"]) -> Int[np.ndarray, "3 n"]:
 
     The integers are in three 32-bit words, lowest first.
     """
+    # Scaling by powers of two and dropping leading bits are exact. Only `floor` truncates.
     high = np.floor(share * 2.0**32)
     rest = (share - high * 2.0**-32) * 2.0**32
     middle = np.floor(rest * 2.0**32)
@@ -308,6 +323,7 @@ def skellam_thresholds(variance: fractions.Fraction) -> UInt32[np.ndarray, "3 n"
     tail = here
     tails = []
     for k in range(first, 0, -1):
+        # Here `tail` is the sum of the terms of k and of all larger ones.
         if k <= last:
             tails.append(tail)
         below = above + 2 * k * variance.denominator * here // variance.numerator
@@ -316,6 +332,7 @@ def skellam_thresholds(variance: fractions.Fraction) -> UInt32[np.ndarray, "3 n"
         tail += here
     # The loop has added I_0, which occurs once. The others occur twice.
     total = 2 * tail - here
+    # Both signs have a tail, so 2^95 P(|X| >= k) is 2^96 times the share of one tail.
     thresholds = [2**95 - 1, *((tail << 96) // total for tail in reversed(tails))]
     words = [(t >> 63, (t >> 31) & 0xFFFFFFFF, (t & 0x7FFFFFFF) << 1) for t in thresholds]
     return np.array(words, np.uint32).T
@@ -349,5 +366,6 @@ def draw_skellam(
 
     # Every U is below the threshold of k = 0, and none is below the one after the last.
     start = jnp.zeros(count, jnp.int32), jnp.full(count, last, jnp.int32)
+    # As many halvings reach a bracket of width 1 from any width up to `last`. It then stays.
     magnitude, _ = lax.fori_loop(0, last.bit_length(), halve, start)
     return jnp.where(negative, -magnitude, magnitude)

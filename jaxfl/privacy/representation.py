@@ -90,6 +90,7 @@ class Integers(Floats):
     def unit(self, largest: Float[Array, ""], level: Float[Array, ""]) -> Float[Array, ""]:
         """Return 2^-30 C max w."""
         del level
+        # A billion contributions of 2^30 units each add up to less than 2^63.
         return largest * 2.0**-30
 
     def encode(self, values: Tree) -> Tree:
@@ -152,6 +153,7 @@ class Grid(Floats):
         self, key: Key[Array, "*S"], total: Tree, std: Float[Array, ""], mesh: Mesh
     ) -> Tree:
         """Return a sum with rounded Gaussian noise, whose std is 2^15 steps. `std` is not read."""
+        # The length of a step follows from the std, so in steps the noise is always the same.
         del std
         return add_grid_noise(key, total, mesh)
 

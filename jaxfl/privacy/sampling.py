@@ -40,6 +40,7 @@ def coins(
     high, low = _rate_threshold(rate)
     first = bits[:, 0]
     second = bits[:, 1]
+    # JAX has no 64-bit integers by default, so the two words are compared one after the other.
     return (first < high) | ((first == high) & (second < low))
 
 
@@ -62,6 +63,7 @@ def _rate_threshold(rate: Number | Float[np.ndarray, "C"]) -> tuple[Any, Any]:
     below.
     """
     if traced(rate):
+        # The next float below keeps a rate of 1 within 32 bits.
         scaled = jnp.nextafter(jnp.asarray(rate, jnp.float32), jnp.float32(0)) * 2.0**32
         high = jnp.floor(scaled)
         low = (scaled - high) * 2.0**32
@@ -285,6 +287,7 @@ class FixedSize(Sampling):
     ) -> Bool[Array, "C"]:
         """Draw `size` clients, uniformly without replacement."""
         del index
+        # The numbers below `size` fall on a uniformly random set of that many clients.
         return permutation(key, clients) < self.size
 
     def sample_canaries(
@@ -309,7 +312,9 @@ class FixedSize(Sampling):
 
         With a state, epsilon is not amplified, and the draw need not be hidden.
         """
-        return () if stateful else ("hidden draw",)
+        if stateful:
+            return ()
+        return ("hidden draw",)
 
     def assumed(self, stateful: bool) -> dict[str, str]:
         """Return the assumption that clients keep no state, or none if they keep one."""
@@ -399,6 +404,7 @@ class CyclicPoisson(Sampling):
         self, key: Key[Array, "*S"], clients: int, index: Int[Array, ""] | int
     ) -> Bool[Array, "C"]:
         """Draw from the round's group, by coins of probability `turn_rate`."""
+        # All clients have coins, so that a coin depends on the key and on the client alone.
         turn = jnp.asarray(_groups(clients, self.groups)) == index % self.groups
         return coins(key, clients, self.turn_rate) & turn
 
@@ -576,6 +582,7 @@ class BallsInBins(Sampling):
         if noise.replaced or not sampled.hidden.all():
             return view
         amplified = Amplified(
+            # These divergences serve all clients, so the client of least noise counts.
             multiplier=view.multiplier.min(axis=1),
             divergences=functools.partial(accountants.balls_in_bins, bins=self.bins),
             theorem=f"Gaussian in one of {self.bins} rounds, balls in bins, {noise.adjacency}",
@@ -602,16 +609,21 @@ def _check_holds(size: int, clients: int) -> None:
 
 
 def _coins_below_one(rate: Number) -> tuple[str, ...]:
-    return ("hidden coins",) if rate < 1 else ()
+    if rate < 1:
+        return ("hidden coins",)
+    return ()
 
 
 def _groups_above_one(groups: int) -> tuple[str, ...]:
-    return ("groups",) if groups > 1 else ()
+    if groups > 1:
+        return ("groups",)
+    return ()
 
 
 @functools.cache
 def _groups(clients: int, groups: int) -> Int[np.ndarray, "C"]:
     """Return each client's group, from 0, by a public permutation of the clients."""
+    # Groups are public, so a fixed seed serves. Every plan and every run must find the same ones.
     return np.random.default_rng(0).permutation(clients).astype(np.int32) % groups
 
 
@@ -637,7 +649,9 @@ class Turns:
         self.known = most is None
         """Whether a client's rounds are known, not only their number and gap."""
         turns = -(-rounds // gap)
-        self.most = turns if most is None else min(most, turns)
+        if most is not None:
+            turns = min(most, turns)
+        self.most = turns
         """k, the most rounds of a client."""
 
     def __len__(self) -> int:
@@ -686,7 +700,10 @@ class Limited(Sampling):
 
     def turns(self, clients: int, rounds: int) -> Bool[Any, "T C"]:
         """Return a `Turns` that knows the most rounds of a client and their gap, but no table."""
-        most = rounds if self.participations is None else self.participations
+        # Without a limit any number of rounds that keeps the gap is possible.
+        most = self.participations
+        if most is None:
+            most = rounds
         return Turns(clients, rounds, self.separation, most)
 
     def needs(self, stateful: bool = False) -> tuple[str, ...]:
@@ -702,6 +719,7 @@ class Limited(Sampling):
         view = _by_turn(_cohort_view(noise, 1)._replace(amplified=None), self.separation)
         if self.participations is None or self.participations >= len(view.multiplier):
             return view
+        # No block of this view is hidden, so sorting need not reorder `hidden`.
         least = np.sort(view.multiplier, axis=0)[: self.participations]
         return view._replace(multiplier=least, hidden=view.hidden[: self.participations])
 
@@ -715,6 +733,7 @@ def limited(
     arguments are those of `Limited`.
     """
     gap = max(sampling.gap, separation or 1)
+    # As many participations as fit into the rounds are no limit.
     free = participations is None or participations >= -(-rounds // gap)
     if free and gap == sampling.gap:
         return sampling
@@ -741,6 +760,7 @@ def _sampled_view(noise: SumNoise, rate: float) -> View:
     In all rounds, the noise is the larger of the server's floor and the client's own noise.
     """
     least = np.maximum(noise.above, noise.clients_add)
+    # With at most this much noise by clients, the server tops all cohorts up to one variance.
     steady = _most(noise.clients_add, noise.clients, noise.clients) <= noise.floor * (1 + ROUNDING)
     hidden = steady & (least.min(axis=1) > 0) & noise.hides_cohort
     theorem = f"Poisson-sampled Gaussian, rate {rate:g}, {noise.adjacency}"
@@ -749,7 +769,9 @@ def _sampled_view(noise: SumNoise, rate: float) -> View:
         why = "the denominator shows the cohort"
         if noise.hides_cohort:
             why = "the clients' noise can exceed the floor"
-        rest = f"; {theorem} in {int(hidden.sum())} other rounds" if hidden.any() else ""
+        rest = ""
+        if hidden.any():
+            rest = f"; {theorem} in {int(hidden.sum())} other rounds"
         theorem = f"Gaussian without amplification, {noise.adjacency}, because {why}{rest}"
         why_infinite = (
             "no noise on the sum: under Poisson sampling a client can count only on the server's "
@@ -796,6 +818,7 @@ def _least(noise: np.ndarray, company: int, clients: int) -> np.ndarray:
 
     Noise is in variances, by round and by client i.
     """
+    # A single column stands for all clients.
     if noise.shape[1] == 1:
         return noise * min(company, clients)
     ordered = np.sort(noise, axis=1)

@@ -65,10 +65,14 @@ def round_budgets(
     left = epsilon
     budgets = []
     for t in range(1, rounds + 1):
+        # The cap (9) is an even share of the remainder.
         cap = left / (rounds - t + 1)
-        exact = math.exp(-beta * (1 - (t / rounds) ** 2)) * cap
-        budgets.append(exact if form == "exact" else exact * t)
-        left -= budgets[-1]
+        budget = math.exp(-beta * (1 - (t / rounds) ** 2)) * cap
+        if form == "printed":
+            # (11) has this factor, which may break the cap.
+            budget *= t
+        budgets.append(budget)
+        left -= budget
     return np.array(budgets)
 
 
@@ -85,6 +89,7 @@ def client_shares(risks: Float[Array | np.ndarray, "C"]) -> Float[Array, "C"]:
     """
     known = risks > 0
     least = jnp.min(jnp.where(known, risks, jnp.inf))
+    # `where` computes both branches, so unknown risks divide by 1 and not by 0.
     return jnp.where(known, least / jnp.where(known, risks, 1.0), 1.0)
 
 
@@ -122,6 +127,7 @@ def round_noise(
     (37.3, 37.3)
     """
     shape = 1 / budgets
+    # Kappa is the factor on this shape that calibration finds.
     kappa = calibrate(
         epsilon,
         clients=clients,
@@ -197,6 +203,7 @@ def client_noise(
     least_total = calibrate(epsilon, clients=1, rounds=1, delta=delta, accountant=accountant)
     # The filter rounds too, so the plan leaves it room.
     planned = least_total * math.sqrt(participation * (1 + 2 * ROUNDING))
+    # These are the two equations of the docstring, solved for kappa and for r.
     kappa = 2 * planned * math.sqrt(np.sum(budgets**2) / (1 - release_share))
     release_noise = 0.0
     if release_share:

@@ -185,10 +185,14 @@ def privacy_statement(
         }
     delta = failure_probability(terms.delta, clients)
     noisy = mechanism.noisy or dp_sgd is not None
-    counted = clients if examples is None else examples
+    counted = examples
+    if counted is None:
+        counted = clients
     of_example = failure_probability(terms.delta, counted)
+    # A known seed matters only if there is noise, which it would allow to subtract.
     seeded = noisy and randomness == "seed"
     warnings = _warnings(delta, clients, mechanism.communicates, seeded, paired)
+    # An example's own delta may be too large although that of a client is not.
     if dp_sgd is not None and of_example >= 1 / counted:
         better = default_delta(counted)
         text = _LARGE_DELTA.format(of_example, "examples", "example", better)
@@ -231,6 +235,7 @@ def with_audit(statement: dict[str, Any], audit: dict[str, Any]) -> dict[str, An
     lower_bound = audit["at_least"]
     warnings = statement["warnings"]
     stated = statement["honest"]["aggregate"]["epsilon"]
+    # An infinite epsilon promises nothing, so no bound refutes it.
     if stated != "inf" and lower_bound > stated:
         refuted = _REFUTED.format(lower_bound, stated)
         warnings = {"refuted_by_audit": refuted} | warnings
@@ -276,10 +281,13 @@ def split_clients(
         entries = {}
         for name, value in part.items():
             if name == "values":
+                # `float` also reads the text "inf".
                 arrays["_".join(("epsilon", *path))] = np.array([float(own) for own in value])
             elif isinstance(value, dict):
-                step = () if name in ("honest", "per_client") else (name,)
-                entries[name] = without_values(value, (*path, *step))
+                inner = path
+                if name not in ("honest", "per_client"):
+                    inner = (*path, name)
+                entries[name] = without_values(value, inner)
             else:
                 entries[name] = value
         return entries
@@ -343,6 +351,7 @@ def format_statement(statement: dict[str, Any], *, markdown: bool = False) -> st
     if not markdown:
         lines = [f"{'  ' * depth}{'- ' * item}{text}" for depth, text, item in (title, *rest)]
         return "\n".join(_wrap(line) for line in lines)
+    # The title stands outside of the list, whose first level is therefore 1.
     items = [f"{'  ' * (depth - 1)}- {re.sub(_MARKUP, _ESCAPED, text)}" for depth, text, _ in rest]
     return "\n".join([f"**{re.sub(_MARKUP, _ESCAPED, title.text)}**", "", *items])
 
@@ -373,6 +382,7 @@ def statement_lines(statement: dict[str, Any]) -> list[Line]:
     honest = statement["honest"].values()
     of_clients = any(seen["epsilon"] != "inf" for seen in honest)
     examples = statement.get("examples")
+    # The title names the unit that has a finite guarantee, and the client if both or none have.
     if not of_clients and examples and examples["epsilon"] != "inf":
         title = (
             f"Privacy of one example ({statement['clients']} clients), "
@@ -400,7 +410,9 @@ def statement_lines(statement: dict[str, Any]) -> list[Line]:
         client_lines += _observer_lines(seen)
     parts = [client_lines, _example_lines(statement)]
     # A finite guarantee comes first.
-    lines = [Line(0, title), *itertools.chain(*(parts if of_clients else reversed(parts)))]
+    if not of_clients:
+        parts.reverse()
+    lines = [Line(0, title), *itertools.chain(*parts)]
     if audit := statement.get("audit"):
         text = (
             f"audited from below with {audit['canaries']} canaries: epsilon is at least "
@@ -413,21 +425,23 @@ def statement_lines(statement: dict[str, Any]) -> list[Line]:
     if claim := statement["claim"]:
         text = f"{claim['status']}: epsilon {_four_digits(claim['epsilon'])} ({claim['rule']})"
         lines.append(Line(1, text))
-    lines += [Line(1, f"warning: {warning}") for warning in _sentences(statement, "warnings")]
+    lines += [Line(1, f"warning: {warning}") for warning in sentences_of(statement, "warnings")]
     for name, heading in (("assumed", "assumed"), ("not_covered", "no epsilon covers")):
-        if sentences := _sentences(statement, name):
+        if sentences := sentences_of(statement, name):
             lines.append(Line(1, f"{heading}:"))
             lines += [Line(2, sentence, item=True) for sentence in sentences]
     return lines
 
 
-def _sentences(statement: Mapping[str, Any], name: str) -> list[str]:
+def sentences_of(statement: Mapping[str, Any], name: str) -> list[str]:
     """Return the sentences of the entry `name`, without their codes.
 
     In a statement of an older version the entry is a list without codes, or is missing.
     """
     sentences = statement.get(name, [])
-    return list(sentences.values()) if isinstance(sentences, dict) else sentences
+    if isinstance(sentences, dict):
+        return list(sentences.values())
+    return sentences
 
 
 def _example_lines(statement: dict[str, Any]) -> list[Line]:
@@ -447,6 +461,7 @@ def _example_lines(statement: dict[str, Any]) -> list[Line]:
 
 
 def _wrap(line: str) -> str:
+    # Wrapped lines get two more blanks, by which they differ from new entries.
     indent = " " * (len(line) - len(line.lstrip()) + 2)
     return textwrap.fill(
         line, _LINE_WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
@@ -472,13 +487,16 @@ def _honest(
     for observer in OBSERVERS:
         total = account(observer=observer)
         # An example may change all of an upload, so that client and example have one epsilon.
-        example = account(observer=observer, unit="example") if observer == "aggregate" else total
+        example = total
+        if observer == "aggregate":
+            example = account(observer=observer, unit="example")
         bounds[observer] = {
             "total": total,
             "one_round": account(observer=observer, one_round=True),
             "example": example,
         }
     result = {observer: _observer(observer, bounds) for observer in bounds}
+    # A view of the run as a whole does not depend on what a client knows of the noise.
     several = ledger.participants.shape[1] > 1
     if np.any(ledger.client_noise) and several and not mechanism.view(ledger, "client").whole:
         result["aggregate"]["against_client"] = _headline_entry(
@@ -500,6 +518,7 @@ def _observer(
     # `running_epsilon` takes the same minimum.
     for key, both in bounds["upload"].items():
         uploads = tightest(both)
+        # On a tie the theorem about the sums themselves stays.
         if uploads.value < least[key].value:
             theorem = f"bound of the uploads, which holds for sums too: {uploads.theorem}"
             least[key] = uploads._replace(theorem=theorem)
@@ -542,7 +561,9 @@ def _examples(ledger: Ledger, dp_sgd: DPSGD, delta: float, number: int | None) -
 
 def _rate_or_extremes(dp_sgd: DPSGD) -> Any:
     rates = dp_sgd.rate_table
-    return float(rates[0]) if len(rates) == 1 else _extremes(rates)
+    if len(rates) == 1:
+        return float(rates[0])
+    return _extremes(rates)
 
 
 def _entry(total: Epsilon) -> dict[str, Any]:
@@ -552,6 +573,7 @@ def _entry(total: Epsilon) -> dict[str, Any]:
         "reason": total.reason,
     }
     values = total.per_client
+    # Equal epsilons need no entry by client, which would be long.
     if values.min() < values.max():
         entry["per_client"] = {
             "min": _finite_or_inf(values.min()),
@@ -566,14 +588,18 @@ def _observer_lines(seen: dict[str, Any]) -> list[Line]:
     if seen["reason"]:
         lines = [f"no finite epsilon: {seen['reason']}", *_spread(seen["rdp"], "RDP")]
         return [Line(2, text) for text in lines]
-    alone = (
-        f", {_four_digits(seen['one_round'])} for one round alone" if "one_round" in seen else ""
-    )
+    # The entry of one example has no epsilon of one round.
+    alone = ""
+    if "one_round" in seen:
+        alone = f", {_four_digits(seen['one_round'])} for one round alone"
     lines = [f"epsilon {_four_digits(seen['epsilon'])} in total{alone}", f"by: {seen['by']}"]
+    # The accountant of the headline is left out, because its bound has been stated.
     for accountant in ("rdp", "pld"):
         bound = seen[accountant]
         if bound["theorem"] != seen["by"]:
-            alone = f" and {_four_digits(bound['one_round'])}" if "one_round" in bound else ""
+            alone = ""
+            if "one_round" in bound:
+                alone = f" and {_four_digits(bound['one_round'])}"
             lines.append(f"also: {_four_digits(bound['total'])}{alone} ({bound['theorem']})")
     lines.append(seen["adjacency"])
     if other := seen.get("against_client"):
@@ -635,11 +661,15 @@ def _precision_of_steps(mechanism: Mechanism, dp_sgd: DPSGD | None) -> dict[str,
 
     The dict is empty without such steps, or if the noise on sums is in single precision too.
     """
-    return _STEPS_PRECISION if dp_sgd is not None and mechanism.noise == "grid" else {}
+    if dp_sgd is not None and mechanism.noise == "grid":
+        return _STEPS_PRECISION
+    return {}
 
 
 def _finite_or_inf(value: float) -> float | str:
-    return float(value) if math.isfinite(value) else "inf"
+    if math.isfinite(value):
+        return float(value)
+    return "inf"
 
 
 def _median(values: np.ndarray) -> float | str:
@@ -649,16 +679,22 @@ def _median(values: np.ndarray) -> float | str:
 
 def _extremes(values: Any) -> dict[str, float | str]:
     values = np.asarray(values, np.float64)
+    # An empty ledger has no rounds, and so no noise.
     if not values.size:
         return {"min": 0.0, "max": 0.0}
     return {"min": _finite_or_inf(values.min()), "max": _finite_or_inf(values.max())}
 
 
 def _four_digits(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:.4g}"
+    if isinstance(value, str):
+        return value
+    return f"{value:.4g}"
 
 
 def _span(values: dict[str, float | str]) -> str:
     low = _four_digits(values["min"])
     high = _four_digits(values["max"])
-    return low if low == high else f"{low} to {high}"
+    # Numbers that differ beyond four digits are shown as one.
+    if low == high:
+        return low
+    return f"{low} to {high}"

@@ -16,7 +16,7 @@ The server's noise is added here too, so that the release is a rounding of the e
 clients add noise, blocks sum noised updates.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,7 @@ def widen(tree: Tree) -> Tree:
         # The low word of -1 is 2^32 - 1, which single precision cannot represent.
         size = jnp.round(jnp.abs(x))
         high = jnp.floor(size * 2.0**-32)
+        # The difference is exact: it drops the leading bits of a float of 24 bits.
         low = (size - high * 2.0**32).astype(jnp.uint32)
         return _with_sign(x < 0, Wide(high.astype(jnp.int32), low))
 
@@ -69,9 +70,14 @@ def narrow(tree: Tree) -> Tree:
 
 def add(a: Tree, b: Tree) -> Tree:
     """Return the sum of two trees, leaf by leaf. It is exact modulo 2^64 for `Wide` leaves."""
-    return jax.tree.map(
-        lambda a, b: _add_wide(a, b) if _is_wide(a) else a + b, a, b, is_leaf=_is_wide
-    )
+
+    def leaf(a: Any, b: Any) -> Array | Wide:
+        if _is_wide(a):
+            return _add_wide(a, b)
+        return a + b
+
+    # A `Wide` is a tuple, into whose words the map would otherwise descend.
+    return jax.tree.map(leaf, a, b, is_leaf=_is_wide)
 
 
 def add_up(tree: Tree) -> Tree:
@@ -79,6 +85,7 @@ def add_up(tree: Tree) -> Tree:
 
     def leaf(stack: Array | Wide) -> Array | Wide:
         if isinstance(stack, Wide):
+            # `jnp.sum` would add up each word alone, without carries.
             zero = Wide(jnp.int32(0), jnp.uint32(0))
             return lax.reduce(stack, zero, _add_wide, (0,))
         return jnp.sum(stack, axis=0, dtype=stack.dtype)
@@ -88,12 +95,14 @@ def add_up(tree: Tree) -> Tree:
 
 def _add_wide(a: Wide, b: Wide) -> Wide:
     low = a.low + b.low
+    # An unsigned sum has wrapped exactly if it is below one of its terms.
     carry = (low < b.low).astype(jnp.int32)
     return Wide(a.high + b.high + carry, low)
 
 
 def _with_sign(negative: Array, x: Wide) -> Wide:
     """Return -x if `negative`, and otherwise x."""
+    # Two's complement inverts all bits and adds 1, which reaches `high` only if `low` is 0.
     carry = (x.low == 0).astype(jnp.int32)
     high = jnp.where(negative, ~x.high + carry, x.high)
     low = jnp.where(negative, -x.low, x.low)

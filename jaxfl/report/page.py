@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxfl._support.checks import check_path, checked, show
 from jaxfl._support.files import is_regular, read, read_arrays, replacing
-from jaxfl.privacy.statement import statement_lines
+from jaxfl.privacy.statement import sentences_of, statement_lines
 from jaxfl.report import layout, plots
 from jaxfl.report.comparison import Comparison, Row, at_an_end
 from jaxfl.report.facts import in_words
@@ -128,6 +128,7 @@ def load_template(name: str) -> Any:
         "in_short": in_short,
         "is_finite": _is_finite,
         "plots": plots,
+        "sentences_of": sentences_of,
         "statement_lines": statement_lines,
     }
     environment.globals.update(functions)

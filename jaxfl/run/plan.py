@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -123,7 +124,7 @@ class RunPlan:
         if self.points is None:
             return [tree]
         count = len(self.algorithms)
-        return [jax.tree.map(lambda leaf, p=p: leaf[p], tree) for p in range(count)]
+        return [jax.tree.map(operator.itemgetter(p), tree) for p in range(count)]
 
     def schedule(self, engine: Engine) -> EvaluationSchedule:
         """Return rounds and evaluations, and whether client states stay after the last round."""

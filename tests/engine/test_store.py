@@ -83,11 +83,13 @@ def test_rows_in_another_kind_of_file_are_damage_and_not_waited_for(kind, tmp_pa
     assert aside.read_bytes() == content
 
 
-def test_states_without_leaves_need_no_file(tmp_path):
-    store = Store(tmp_path / "none", (), 6)
+@pytest.mark.parametrize("states", [(), {"empty": np.zeros((6, 0), np.float32)}])
+def test_states_without_numbers_need_no_file(states, tmp_path):
+    store = Store(tmp_path / "none", states, 6)
     store.start()
-    store.write(np.arange(6), ())
+    store.write(np.arange(6), states)
     store.flush()
     store.commit()
     store.restore(**store.saved())
-    assert store.states() == ()
+    assert jax.tree.structure(store.states()) == jax.tree.structure(states)
+    assert not (tmp_path / "none" / "rows.bin").exists()

@@ -252,6 +252,7 @@ DAMAGED = {
     "flipped": flipped,
     "longer": lambda content: content + b"0",
     "other method": lambda content: content.replace(b'\\"own\\"', b'\\"owl\\"'),
+    "no json": lambda content: content.replace(b'"jaxfl":"{', b'"jaxfl":"('),
     "another program": lambda content: of_another_program(),
     "huge header": lambda content: b"\xff" * 8 + content[8:],
 }

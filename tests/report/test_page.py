@@ -219,6 +219,17 @@ def test_dropped_updates_are_told(run, tmp_path):
     assert any(text.startswith("6 updates were not finite") for text in page.texts["p"])
 
 
+def test_warnings_are_sentences_also_from_an_older_statement(run, tmp_path):
+    folder = shutil.copytree(run[0], tmp_path / "copy")
+    statement = json.loads((folder / layout.PRIVACY).read_text())
+    known = list(statement["warnings"].values())
+    assert known
+    assert set(known) <= set(run[2].texts["p"])
+    older = statement | {"warnings": known}
+    (folder / layout.PRIVACY).write_text(json.dumps(older))
+    assert set(known) <= set(Page(write_report(folder)).texts["p"])
+
+
 def test_an_audit_stands_beside_what_is_stated(run, tmp_path):
     folder = shutil.copytree(run[0], tmp_path / "copy")
     statement = json.loads((folder / layout.PRIVACY).read_text())

@@ -66,8 +66,11 @@ def _convolve_with_residuals(
     inactive. The route of other maps says where ReLU is active.
     """
     plan = _plan(x, kernel, options)
-    weights = _to_points(_pair_kernel(kernel) if options.pairs else kernel, plan)
+    if options.pairs:
+        kernel = _pair_kernel(kernel)
+    weights = _to_points(kernel, plan)
     patches = _patches(x, plan, options.padding)
+    # M_p = U_p^T P_p.
     products = lax.dot_general(
         weights, patches, (((1,), (1,)), ((0,), (0,))), precision=options.precision
     )
@@ -80,7 +83,9 @@ def _convolve_with_residuals(
         y = _join_rows(rows, plan.high)
     # Bias and ReLU commute with a maximum, and pooled maps have a quarter of the numbers.
     y = y + bias[:, None, None, None]
-    y = jax.nn.relu(y) if options.relu else y
+    if options.relu:
+        y = jax.nn.relu(y)
+    # The backward pass needs the route and not y, which would take more memory.
     if winner is None:
         route = y > 0
     elif options.relu:
@@ -97,7 +102,10 @@ def _forward_rule(
         x.value, kernel.value, bias.value, options
     )
     # The first layer's input needs no gradient, so the weights are not stored for it.
-    return y, (x.value, kernel.value, patches, weights if x.perturbed else None, route)
+    kept: Array | None = None
+    if x.perturbed:
+        kept = weights
+    return y, (x.value, kernel.value, patches, kept, route)
 
 
 def _backward_rule(
@@ -105,15 +113,20 @@ def _backward_rule(
 ) -> tuple[Array | None, Array, Array]:
     x, kernel, patches, weights, route = residuals
     plan = _plan(x, kernel, options)
+    # From here on, gradients are those before ReLU.
     if options.pool:
+        # Without ReLU, every window has a place that gets its gradient.
         d_bias = jnp.where(route < _NOBODY, dy, 0)
         rows = _unpool(route, dy, plan, options.pairs)
     else:
-        d_bias = jnp.where(route, dy, 0) if options.relu else dy
+        d_bias = dy
+        if options.relu:
+            d_bias = jnp.where(route, dy, 0)
         rows = _split_rows(d_bias, plan.rows, plan.tiles)
     d_products = _from_rows(rows, plan)
     d_x = None
     if weights is not None:
+        # dP_p = U_p dM_p.
         d_patches = lax.dot_general(
             weights, d_products, (((2,), (1,)), ((0,), (0,))), precision=options.precision
         )
@@ -128,7 +141,9 @@ def _backward_rule(
         else:
             d_output = _batch_first(_join_rows(rows, plan.high))
             squares = _kernel_squares(padded, d_output, kernel.shape, options.pairs)
+        # An example's gradient of the bias is a sum over its map, and is squared after this sum.
         return d_x, squares, (d_bias.sum((1, 2)) ** 2).sum(1)
+    # dU_p = P_p dM_p^T.
     d_kernel = lax.dot_general(
         patches, d_products, (((2,), (2,)), ((0,), (0,))), precision=options.precision
     )
@@ -140,6 +155,7 @@ def _backward_rule(
     return d_x, d_kernel, d_bias.sum((1, 2, 3))
 
 
+# With symbolic zeros, the forward rule learns whether x needs a gradient.
 convolve.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
@@ -175,7 +191,8 @@ class _Plan(NamedTuple):
 
 def _plan(x: Array, kernel: Array, options: ConvolutionOptions) -> _Plan:
     size, columns, channels, _ = kernel.shape
-    columns = (columns + 1) // 2 if options.pairs else columns
+    if options.pairs:
+        columns = (columns + 1) // 2
     sides = zip(x.shape[1:3], options.padding, (size, columns), strict=True)
     high, wide = (side + sum(zeros) - k + 1 for side, zeros, k in sides)
     # The transforms cost more than the products that they save if channels or taps are few.
@@ -183,7 +200,10 @@ def _plan(x: Array, kernel: Array, options: ConvolutionOptions) -> _Plan:
     # the largest value.
     rows = 1
     if options.filtered and (size == 5 or (size == 3 and channels >= 8)):
-        rows = 5 if high % 5 == 0 and high % 4 else 4
+        rows = 4
+        # A last tile beyond the maps is wasted, which 5 rows may avoid where 4 do not.
+        if high % 5 == 0 and high % 4:
+            rows = 5
     return _Plan(high, wide, -(-high // rows), rows, columns, _filter(rows, size))
 
 
@@ -198,6 +218,8 @@ def _filter(rows: int, size: int) -> _Filter:
         return _Filter(np.ones((1, 1)), np.eye(size), np.eye(size))
     points = np.array([0, 1, -1, 0.5, -0.5, 2, -2, 4])[: rows + size - 2]
     others = [np.delete(points, p) for p in range(len(points))]
+    # Lagrange's polynomial of a point is a product of (x - other) / (point - other). The divisors
+    # scale the taps, and the coefficients of the product of (x - other) are a row of the inputs.
     slopes = np.array([np.prod(point - rest) for point, rest in zip(points, others, strict=True)])
     outputs = np.vander(points, rows, increasing=True)
     taps = np.vander(points, size, increasing=True) / slopes[:, None]
@@ -213,6 +235,7 @@ def _filter(rows: int, size: int) -> _Filter:
 
 def _combine(coefficients: np.ndarray, terms: Iterable[Array]) -> Array:
     """Return sum_i c_i t_i, without the terms of coefficient 0."""
+    # Python's float, unlike NumPy's, does not promote the dtype of a term.
     weighted = zip(coefficients, terms, strict=True)
     return functools.reduce(jnp.add, [t if c == 1 else t * float(c) for c, t in weighted if c])
 
@@ -225,6 +248,7 @@ def _to_points(kernel: Array, plan: _Plan) -> Array:
 
 def _from_points(d: Array, plan: _Plan) -> Array:
     """Apply the transpose of `_to_points`: (q, columns c, f) -> (k, columns c, f)."""
+    # For tiles of a single row, G is the identity.
     if plan.rows == 1:
         return d.reshape(len(plan.filter.taps), -1, d.shape[-1])
     return jnp.stack([_combine(g, d) for g in plan.filter.taps.T])
@@ -236,6 +260,7 @@ def _pair_kernel(kernel: Array) -> Array:
     It makes two neighbouring outputs of a row from pairs of inputs. The width l is odd.
     """
     size, columns, c, f = kernel.shape
+    # The right output of a pair (j = 1) reads its inputs one column further to the right.
     places = [jnp.pad(kernel, ((0, 0), (j, 1 - j), (0, 0), (0, 0))) for j in range(2)]
     return jnp.stack(places, 3).reshape(size, (columns + 1) // 2, 2 * c, 2 * f)
 
@@ -262,6 +287,8 @@ def to_pairs(x: Array) -> Array:
 
 def _padded(x: Array, plan: _Plan, padding: Padding) -> Array:
     """Return x with padding of zeros, and with more zeros below so that its rows fill the tiles."""
+    # The tiles cover all rows of the maps, so `needed` has the padding below. `_to_tiles` cuts the
+    # rows by a reshape, so their number is a multiple of a tile's.
     needed = (plan.tiles - 1) * plan.rows + len(plan.filter.inputs)
     high = -(-needed // plan.rows) * plan.rows
     (above, _), sides = padding
@@ -275,6 +302,7 @@ def _to_tiles(x: Array, plan: _Plan) -> list[Array]:
     x is padded, and has the shape (c, H, w n).
     """
     x = x.reshape(len(x), -1, plan.rows, x.shape[2])
+    # Tiles overlap: the last rows that a tile reads lie in the tiles after it.
     places = (divmod(i, plan.rows) for i in range(len(plan.filter.inputs)))
     rows = [x[:, tile : tile + plan.tiles, row] for tile, row in places]
     return [_combine(b, rows) for b in plan.filter.inputs]
@@ -302,6 +330,7 @@ def _from_patches(d: Array, x_shape: tuple[int, ...], plan: _Plan, padding: Padd
     none = (0, 0, 0)
     columns = []
     for j in range(plan.columns):
+        # A negative number makes `lax.pad` cut off columns, here those of the padding.
         before = (j - left) * n
         ends = (none, none, none, (before, (w - plan.wide) * n - before, 0))
         columns.append(lax.pad(d[:, j], jnp.zeros((), d.dtype), ends))
@@ -311,6 +340,7 @@ def _from_patches(d: Array, x_shape: tuple[int, ...], plan: _Plan, padding: Padd
     d = jnp.pad(d, ((0, 0), (0, 0), (over, over), (0, 0)))
     rows = []
     for row in range(plan.rows):
+        # The tile that is t tiles before reads this row as its own row number row + t plan.rows.
         taps = enumerate(plan.filter.inputs[:, row :: plan.rows].T)
         terms = [_combine(b, d[:, :, over - t : 2 * over - t + plan.tiles]) for t, b in taps]
         rows.append(functools.reduce(jnp.add, terms))
@@ -356,14 +386,18 @@ def _kernel_squares(x: Array, dy: Array, shape: tuple[int, ...], pairs: bool) ->
     """
     x = _batch_first(x)
     n, f, high, wide = dy.shape
-    columns = (shape[1] + 1) // 2 if pairs else shape[1]
+    columns = shape[1]
+    if pairs:
+        columns = (columns + 1) // 2
     x = jnp.concatenate([x[..., j : j + wide] for j in range(columns)], 1)
     # Copies of a map's rows are then one long copy.
     x = x.reshape(n, x.shape[1], -1)
     patches = jnp.concatenate([x[..., i * wide : (i + high) * wide] for i in range(shape[0])], 1)
     gradients = jnp.einsum("nkl,nfl->nkf", patches, dy.reshape(n, f, -1))
     gradients = gradients.reshape(n, shape[0], -1, f)
-    gradients = _unpair_kernel(gradients, shape) if pairs else gradients
+    # A weight is in two places of a paired kernel. Its gradient is their sum, before the square.
+    if pairs:
+        gradients = _unpair_kernel(gradients, shape)
     return (gradients * gradients).sum(0).reshape(shape)
 
 
@@ -374,10 +408,14 @@ def _pooled_squares(x: Array, route: Array, g: Array, shape: tuple[int, ...], pa
     takes pairs of columns.
     """
     if not pairs:
+        # The kernel's width is odd, so no pooling window reads the last one of an odd number of
+        # columns.
         x = to_pairs(x[:, :, : x.shape[2] // 2 * 2])
+    # `_batch_first` is a product, and floats hold the positions 0 to 4 exactly.
     route = _batch_first(route.astype(g.dtype))
     g = _batch_first(g)
     a, b, c, d = (jnp.where(route == position, g, 0) for position in range(4))
+    # Left and right columns become channels, and upper and lower rows alternate.
     dy = jnp.stack([jnp.stack([a, c], 3), jnp.stack([b, d], 3)], 1)
     dy = dy.reshape(len(g), 2 * g.shape[1], 2 * g.shape[2], g.shape[3])
     return _kernel_squares(x, dy, shape, True)
@@ -410,6 +448,7 @@ def _pool(rows: list[Array], plan: _Plan, pairs: bool) -> tuple[Array, Array]:
     pooled maps from rows, and writes nothing in between.
     """
     high = plan.high // 2
+    # A window must not lie in two tiles, so rows are cut anew into pairs.
     if plan.rows % 2:
         rows = _split_rows(_join_rows(rows, 2 * high), 2, high)
     lines = zip(rows[::2], rows[1::2], strict=True)
@@ -429,10 +468,12 @@ def _windows(above: Array, below: Array, pairs: bool) -> tuple[Array, Array]:
         a, b = jnp.split(above, 2)
         c, d = jnp.split(below, 2)
     else:
+        # A last odd column is in no window.
         columns = [row[:, :, : wide // 2 * 2].reshape(f, tiles, -1, 2, n) for row in (above, below)]
         a, b, c, d = (row[:, :, :, side] for row in columns for side in range(2))
     above = jnp.maximum(a, b)
     below = jnp.maximum(c, d)
+    # Of equal numbers, the first in reading order wins.
     winner = jnp.where(above >= below, jnp.where(a >= b, 0, 1), jnp.where(c >= d, 2, 3))
     return jnp.maximum(above, below), winner.astype(jnp.int8)
 
@@ -446,18 +487,25 @@ def _unpool(winner: Array, g: Array, plan: _Plan, pairs: bool) -> list[Array]:
         plan: Sizes of the convolution.
         pairs: Whether the maps have pairs of columns as channels.
     """
+    # As in `_pool`, tiles of an odd number of rows give way to pairs of rows.
     odd = plan.rows % 2
-    windows, tiles = (1, g.shape[1]) if odd else (plan.rows // 2, plan.tiles)
+    if odd:
+        windows = 1
+        tiles = g.shape[1]
+    else:
+        windows = plan.rows // 2
+        tiles = plan.tiles
+    places = _split_rows(winner, windows, tiles)
+    slopes = _split_rows(g, windows, tiles)
     rows = []
-    for place, slope in zip(
-        _split_rows(winner, windows, tiles), _split_rows(g, windows, tiles), strict=True
-    ):
+    for place, slope in zip(places, slopes, strict=True):
         for left in (0, 2):
             sides = [jnp.where(place == left + side, slope, 0) for side in range(2)]
             if pairs:
                 row = jnp.concatenate(sides)
             else:
                 row = jnp.stack(sides, 3).reshape(*slope.shape[:2], -1, g.shape[3])
+            # A last odd column, which no window has, gets zeros.
             rows.append(jnp.pad(row, ((0, 0), (0, 0), (0, plan.wide - row.shape[2]), (0, 0))))
     if odd:
         return _split_rows(_join_rows(rows, plan.high), plan.rows, plan.tiles)

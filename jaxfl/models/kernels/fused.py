@@ -83,7 +83,9 @@ def _lines(wide: int, split: int, batch: int) -> _Lines:
         split: Number of remainders by which the columns are stored.
         batch: Padded number of examples.
     """
+    # Lanes are columns times examples. Those of a step are a multiple of a program's threads.
     step = _THREADS // math.gcd(_THREADS, batch)
+    # A window reads at most half the largest kernel beyond a block (`_ConvolutionLayer.reach`).
     margin = step * math.ceil(LARGEST_FUSED // 2 / step)
     stride = step * math.ceil(math.ceil(wide / split) / step)
     return _Lines(margin, stride)
@@ -113,6 +115,7 @@ class Maps:
         lines = _lines(wide, split, padded_batch)
         ends = [(0, 0), (0, high % 2), (0, split * lines.stride - wide), (0, padded_batch - batch)]
         x = jnp.pad(x, ends)
+        # Column j becomes (j // split, j % split), and then the remainder comes first.
         x = x.reshape(channels, high + high % 2, lines.stride, split, padded_batch)
         x = x.transpose(1, 0, 3, 2, 4)
         x = x.reshape(len(x), channels * split * lines.stride, padded_batch)
@@ -166,7 +169,9 @@ def convolve_pooled(
     layer = _ConvolutionLayer(x.shape, x.flat.shape[-1], x.split, size, features)
     shape = (layer.features, layer.high, layer.wide, x.shape[3])
     maps = Maps(_pooled(x.flat, kernel, bias, layer), shape, layer.parts)
-    return maps if layer.parts > 1 else maps.array()
+    if layer.parts > 1:
+        return maps
+    return maps.array()
 
 
 class _ConvolutionLayer(NamedTuple):
@@ -241,6 +246,7 @@ def _pooled_backward(
     layer: _ConvolutionLayer, saved: tuple, dy: Array
 ) -> tuple[Array | None, Array, Array]:
     x, kernel, route = saved
+    # All copies of the bias's gradient are equal, so the first one serves.
     kernels, biases = _call(_to_weights, layer)(route, dy, x)
     if kernel is None:
         return None, kernels, biases[0, 0]
@@ -257,6 +263,7 @@ def _pooled_backward(
     return inputs, kernels, biases[0, 0]
 
 
+# With symbolic zeros, the forward rule learns whether x needs a gradient.
 _pooled.defvjp(_pooled_forward, _pooled_backward, symbolic_zeros=True)
 
 
@@ -298,13 +305,16 @@ def _call(work: Callable[..., tuple], layer: _ConvolutionLayer) -> Callable[...,
     @of_clients.def_vmap
     def _(size: int, batched: list[bool], *arrays: Array) -> tuple[Any, Any]:
         lanes = by_lane(size, batched, arrays)
+        # The clients of this `vmap` join those that the arrays have already.
         results = of_clients(*(a.reshape(size * a.shape[1], *a.shape[2:]) for a in lanes))
         split = tuple(a.reshape(size, -1, *a.shape[1:]) for a in results)
         return split, (True,) * len(results)
 
     def of_one(*arrays: Array) -> Any:
         results = [a[0] for a in of_clients(*(a[None] for a in arrays))]
-        return results[0] if len(results) == 1 else tuple(results)
+        if len(results) == 1:
+            return results[0]
+        return tuple(results)
 
     return of_one
 
@@ -400,9 +410,11 @@ def _seen(
         channel: Channel of the input.
         tap: One of `layer.taps`.
     """
+    # The remainder of a tap's column chooses the block, and its quotient the place there.
     start = layer.read.at(channel * layer.split + tap % layer.split) + tap // layer.split
     read = x[client, line, pl.ds(start, layer.written.stride), :]
     if read.dtype == jnp.uint8:
+        # The scale is that of `jaxfl.models.layers.as_floats`.
         return read.astype(jnp.float32) * (2 / 255) - 1
     return read
 
@@ -455,6 +467,7 @@ def _to_pooled(layer: _ConvolutionLayer, x: Array, kernel: Array, bias: Array) -
 
         def channel(c: Any, sums: list[Array]) -> list[Array]:
             sums = sums.copy()
+            # An input that was read is added to all sums of a window that it enters.
             for u in range(layer.size + 1):
                 for v in layer.taps:
                     seen = _seen(layer, x, client, 2 * line + u, c, v)
@@ -464,6 +477,7 @@ def _to_pooled(layer: _ConvolutionLayer, x: Array, kernel: Array, bias: Array) -
                             sums[i] = sums[i] + seen * kernel[client, a, b, c, first + f]
             return sums
 
+        # Only the layout of this read matters. Its values become zeros.
         zero = zeros_like(_seen(layer, x, client, line, 0, 0))
         sums = lax.fori_loop(0, channels, channel, [zero] * (parts * len(_PLACES) * tile))
         for part in range(parts):
@@ -478,6 +492,7 @@ def _to_pooled(layer: _ConvolutionLayer, x: Array, kernel: Array, bias: Array) -
                     stays = (best >= other) | (best != best)
                     best = jnp.where(stays, best, other)
                     where = jnp.where(stays, where, jnp.full(zero.shape, place, jnp.int32))
+                # The bias is the same for all places, so it is added to their maximum only.
                 best = best + bias[client, first + f]
                 columns = pl.ds(written.at((first + f) * parts + part), written.stride)
                 # A maximum might hide NaN.
@@ -501,6 +516,7 @@ def _to_weights(layer: _ConvolutionLayer, route: Array, grad: Array, x: Array) -
     lines of maps. Each program also writes the gradient of its features' biases, so that there are
     equal copies for each line of the kernel and each channel.
     """
+    # The sizes of the arrays follow from the layer.
     del route, grad, x
     size = layer.size
     channels = layer.shape[0]
@@ -526,6 +542,7 @@ def _to_weights(layer: _ConvolutionLayer, route: Array, grad: Array, x: Array) -
         def line(i: Any, sums: list[Array]) -> list[Array]:
             sums = sums.copy()
             windows = [[sent_from(i, part, f) for f in range(tile)] for part in range(parts)]
+            # The sums of the biases come after those of the kernel.
             for own in windows:
                 for f, (winner, change) in enumerate(own):
                     alive = jnp.where(winner == _DEAD, zero, change)
@@ -585,6 +602,7 @@ def _to_inputs(
 
         def feature(f: Any, sums: list[Array]) -> list[Array]:
             sums = sums.copy()
+            # Lines 2 pair and 2 pair + 1 of the input enter the windows of the lines pair - up.
             for up in range(size // 2 + 1):
                 # A line beyond the maps is clipped, and no place of it sends a gradient.
                 line = jnp.clip(pair - up, 0, layer.high - 1)

@@ -48,13 +48,17 @@ def _forward(
     # Rounding may leave a small variance below 0.
     variance = jnp.maximum(square - mean**2, 0)
     gain = lax.rsqrt(variance + options.epsilon)
+    # scale z + bias is slope x + offset, which is one multiply-add.
     slope = gain * scale[:, None]
     slope, offset = _along_rows(jnp.stack([slope, bias[:, None] - mean * slope]), x.shape)
     y = rows * slope + offset
-    y = y if shortcut is None else y + _as_rows(shortcut)
-    y = jax.nn.relu(y) if options.relu else y
+    if shortcut is not None:
+        y = y + _as_rows(shortcut)
     # Only the gradient of ReLU needs the output.
-    output = y if options.relu else None
+    output: Array | None = None
+    if options.relu:
+        y = jax.nn.relu(y)
+        output = y
     return y.reshape(x.shape), (rows, shortcut, scale, mean, gain, output)
 
 
@@ -64,11 +68,14 @@ def _backward(
     rows, shortcut, scale, mean, gain, y = saved
     shape = dy.shape
     dy = _as_rows(dy)
-    dy = dy if y is None else jnp.where(y > 0, dy, 0)
+    if y is not None:
+        dy = jnp.where(y > 0, dy, 0)
     d_bias, d_scale = _sums(dy, dy * rows, shape)
+    # The sum of dy z follows from those of dy and dy x, because z = (x - mean) gain.
     d_scale = (d_scale - mean * d_bias) * gain
     scaled = jnp.stack([d_bias * scale[:, None], d_scale * scale[:, None]])
     level, slope = group_means(scaled, shape, options)
+    # The formula of dx, sorted into a factor of dy, a factor of x and an offset.
     slope = slope * gain
     factors = jnp.stack([gain * scale[:, None], -gain * slope, gain * (slope * mean - level)])
     by_dy, by_x, offset = _along_rows(factors, shape)
@@ -77,7 +84,9 @@ def _backward(
         # An example's gradient is summed over (H, W) by now, and then squared.
         d_scale = d_scale**2
         d_bias = d_bias**2
-    d_shortcut = None if shortcut is None else dy.reshape(shape)
+    d_shortcut: Array | None = None
+    if shortcut is not None:
+        d_shortcut = dy.reshape(shape)
     return dx, d_shortcut, d_scale.sum(1), d_bias.sum(1)
 
 

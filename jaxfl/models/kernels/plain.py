@@ -65,6 +65,7 @@ def _grouped_backward(options: PlainOptions, saved: tuple, dy: Array) -> tuple[A
 
     def to_inputs(kernels: Array, dys: Array) -> Array:
         if options.stride == 1:
+            # The gradient is a convolution of dy, padded in full, with the kernel turned round.
             turned = kernels[:, ::-1, ::-1].swapaxes(3, 4)
             full = options._replace(padding=len(kernel) - 1 - options.padding)
             return _side_by_side(dys, turned, full)
@@ -89,10 +90,14 @@ def _grouped_backward(options: PlainOptions, saved: tuple, dy: Array) -> tuple[A
         (d_kernel,) = transposed(dys)
         return d_kernel
 
-    d_x = _bilinear(to_inputs)(kernel, dy) if perturbed else None
+    # The first layer's input needs no gradient.
+    d_x: Array | None = None
+    if perturbed:
+        d_x = _bilinear(to_inputs)(kernel, dy)
     return d_x, _bilinear(to_kernel)(x, dy)
 
 
+# With symbolic zeros, the forward rule learns whether x needs a gradient.
 convolve_grouped.defvjp(_grouped_forward, _grouped_backward, symbolic_zeros=True)
 
 
@@ -115,6 +120,7 @@ def to_blocks(x: Array, kernel: Array, padding: int) -> tuple[Array, Array]:
     size, _, _, f = kernel.shape
     half = -(-size // 2)
     h, w = ((side + 2 * padding - size) // 2 + half for side in (high, wide))
+    # A negative number makes `lax.pad` cut off rows or columns, which no window reads.
     pads = [
         (0, 0, 0),
         (padding, 2 * h - high - padding, 0),
@@ -123,6 +129,7 @@ def to_blocks(x: Array, kernel: Array, padding: int) -> tuple[Array, Array]:
     ]
     x = lax.pad(x, jnp.zeros((), x.dtype), pads)
     x = x.reshape(c, h, 2, w, 2, n).transpose(2, 4, 0, 1, 3, 5).reshape(4 * c, h, w, n)
+    # A kernel of odd side gets a row and a column of zeros, so that it consists of blocks.
     kernel = jnp.pad(kernel, ((0, 2 * half - size), (0, 2 * half - size), (0, 0), (0, 0)))
     kernel = kernel.reshape(half, 2, half, 2, c, f).transpose(0, 2, 1, 3, 4, 5)
     return x, kernel.reshape(half, half, 4 * c, f)
@@ -167,6 +174,7 @@ def _bilinear(together: Callable[[Array, Array], Array]) -> Callable[[Array, Arr
         return jax.vmap(alone, axes)(*arrays), True
 
     # JAX differentiates `vectorised` in forward mode only, and this rule adds reverse mode.
+    # The derivative of a bilinear f is f(da, b) + f(a, db).
     differentiable = jax.custom_jvp(vectorised)
     differentiable.defjvp(
         lambda at, by: (differentiable(*at), alone(by[0], at[1]) + alone(at[0], by[1]))
@@ -214,11 +222,15 @@ def window_maximum(
 def _largest_jvp(axes: tuple[int, ...], windows: tuple[Array], changes: tuple[Array]) -> tuple:
     most, place = window_maximum(windows[0], axes)
     chosen = jnp.expand_dims(place, axes) == _places(windows[0], axes)
+    # One place of each window is chosen, so the sum has a single term other than 0.
     moved = jnp.where(chosen, changes[0], 0).sum(axes)
+    # JAX wants tangents of the type float0 for whole numbers, such as places.
     return (most, place), (moved, np.zeros(place.shape, jax.dtypes.float0))
 
 
 def _places(windows: Array, axes: tuple[int, ...]) -> Int[np.ndarray, "..."]:
     """Return the numbers 0 to 3, in reading order, on the axes of places. Others have length 1."""
-    sides = [side if i in axes else 1 for i, side in enumerate(windows.shape)]
+    sides = [1] * windows.ndim
+    for axis in axes:
+        sides[axis] = windows.shape[axis]
     return np.arange(4, dtype=np.int8).reshape(sides)

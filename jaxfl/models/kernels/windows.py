@@ -55,6 +55,7 @@ def _products(x: Array, kernel: Array, window: Window) -> tuple[Array, Array, Ar
     out = taps[0].shape[2:]
     patches = jnp.stack(taps, 1).reshape(window.groups, -1, math.prod(out))
     weights = jnp.moveaxis(kernel.reshape(patches.shape[1], window.groups, -1), 1, 0)
+    # Y = K^T P, for each group.
     y = lax.dot_general(weights, patches, (((1,), (1,)), ((0,), (0,))), precision=window.precision)
     return y.reshape(-1, *out), patches, weights
 
@@ -68,6 +69,7 @@ def _products_backward(window: Window, saved: tuple, dy: Array) -> tuple[Array |
     patches, weights, shape, kernel_shape = saved
     *sizes, _, _ = kernel_shape
     columns = dy.reshape(window.groups, -1, patches.shape[2])
+    # dK = P dY^T.
     d_kernel = lax.dot_general(
         patches, columns, (((2,), (2,)), ((0,), (0,))), precision=window.precision
     )
@@ -75,6 +77,7 @@ def _products_backward(window: Window, saved: tuple, dy: Array) -> tuple[Array |
     # The first layer's input needs no gradient.
     if weights is None:
         return None, d_kernel
+    # dP = K dY.
     d = lax.dot_general(weights, columns, (((2,), (1,)), ((0,), (0,))), precision=window.precision)
     d = d.reshape(window.groups, *sizes, -1, *dy.shape[1:])
     # One axis at a time keeps the terms few.
@@ -90,6 +93,7 @@ def _products_backward(window: Window, saved: tuple, dy: Array) -> tuple[Array |
     return d.reshape(shape), d_kernel
 
 
+# With symbolic zeros, the forward rule learns whether x needs a gradient.
 _by_products.defvjp(_products_forward, _products_backward, symbolic_zeros=True)
 
 
@@ -116,6 +120,7 @@ def _channel_backward(window: Window, saved: tuple, dy: Array) -> tuple[Array | 
     if not perturbed:
         return None, d_kernel
     # The gradient is a convolution of dy, spread by the strides, with the kernel turned round.
+    # The kernel's shape ends with channels and features, which `zip` leaves out.
     reach = [d * (k - 1) for d, k in zip(window.dilation, kernel.shape, strict=False)]
     for axis, (before, stride) in enumerate(zip(reach, window.strides, strict=True), 1):
         dy = _dilate(dy, axis, _Place(before, stride, x.shape[axis] + before))
@@ -196,8 +201,13 @@ def max_pool(x: Array, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Arra
 def _max_forward(x: Array, sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[Array, tuple]:
     first, *others = slices(x, sizes, strides, (1,) * x.ndim)
     y = first
-    winner = jnp.zeros(first.shape, jnp.int8 if len(others) < 128 else jnp.int32)
+    # int8 holds numbers up to 127.
+    kind: Any = jnp.int8
+    if len(others) > 127:
+        kind = jnp.int32
+    winner = jnp.zeros(first.shape, kind)
     for number, part in enumerate(others, 1):
+        # An equal number does not replace the first one.
         winner = jnp.where(part > y, winner.dtype.type(number), winner)
         y = jnp.maximum(y, part)
     return y, (winner, x.shape)
@@ -207,10 +217,12 @@ def _max_backward(
     sizes: tuple[int, ...], strides: tuple[int, ...], saved: tuple, dy: Array
 ) -> tuple[Array]:
     winner, shape = saved
+    # Windows that do not overlap give each element at most one gradient, so nothing is summed.
     if sizes == strides:
         number = np.arange(math.prod(sizes)).reshape([side for size in sizes for side in (1, size)])
         dx = jnp.where(_within(winner) == number.astype(winner.dtype), _within(dy), 0)
         dx = dx.reshape([out * size for out, size in zip(dy.shape, sizes, strict=True)])
+        # No window has the last elements of an axis that the sizes do not divide.
         ends = [(0, side - covered, 0) for side, covered in zip(shape, dx.shape, strict=True)]
         return (lax.pad(dx, jnp.zeros((), dy.dtype), ends),)
     terms = []
@@ -234,6 +246,7 @@ def sum_pool(x: Array, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Arra
     """Return the sum of each window, without padding (see `max_pool` for the arguments)."""
     if sizes != strides:
         return functools.reduce(jnp.add, slices(x, sizes, strides, (1,) * x.ndim))
+    # A reshape gives the places of windows that do not overlap axes of their own.
     out = [side // size for side, size in zip(x.shape, sizes, strict=True)]
     ends = [count * size for count, size in zip(out, sizes, strict=True)]
     covered = lax.slice(x, [0] * x.ndim, ends)

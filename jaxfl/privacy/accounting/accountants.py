@@ -121,12 +121,16 @@ def default_delta(clients: int | None) -> float:
     >>> default_delta(100), default_delta(1_000_000)
     (1e-05, 1e-07)
     """
-    return 1e-5 if clients is None else min(1e-5, 1 / (10 * clients))
+    if clients is None:
+        return 1e-5
+    return min(1e-5, 1 / (10 * clients))
 
 
 def failure_probability(delta: float | None, clients: int | None) -> float:
     """Return `delta`, or `default_delta(clients)` if `delta` is None."""
-    return default_delta(clients) if delta is None else delta
+    if delta is None:
+        return default_delta(clients)
+    return delta
 
 
 def trivial(view: View) -> bool:
@@ -159,9 +163,12 @@ def bound(
     kinds, kind_of_client = _group_clients(view)
     if repeats * int(view.hidden.sum()) > _MOST_COMPOSED:
         accountant = "rdp"
+    # A finite variance is that of Skellam noise, for which PLD accounting has no bound.
     if math.isfinite(view.variance):
         accountant = "rdp"
-    most = ORDERS[-1] if grid == 1 else MOST_ROUGH
+    most = ORDERS[-1]
+    if grid != 1:
+        most = MOST_ROUGH
 
     def evaluate(kind: Float[np.ndarray, "R"]) -> float:
         plain = float(kind[0])
@@ -181,6 +188,7 @@ def bound(
         return direct
     levels = _levels(round_down(view.amplified.multiplier, _MOST_AMPLIFIED))
     parts = [count * view.amplified.divergences(level, most=most) for level, count in levels]
+    # At each order, the divergences of independent rounds add up.
     spent = repeats * np.sum(parts, axis=0)
     orders = orders_up_to(most)
     value = float(dp_accounting.rdp.compute_epsilon(orders, spent.tolist(), delta)[0])
@@ -241,14 +249,18 @@ def worst_client(view: View) -> View:
     If there is no such client, return the view itself.
     """
     worst = _least_noise(view.multiplier)
-    return view if worst is None else view._replace(multiplier=view.multiplier[:, [worst]])
+    if worst is None:
+        return view
+    return view._replace(multiplier=view.multiplier[:, [worst]])
 
 
 def _least_noise(multiplier: Float[np.ndarray, "R C"]) -> int | None:
     """Return the column that has the least noise in every row, or None if there is none."""
     least = multiplier.min(axis=1, keepdims=True)
     everywhere = np.all(multiplier == least, axis=0)
-    return int(np.argmax(everywhere)) if everywhere.any() else None
+    if not everywhere.any():
+        return None
+    return int(np.argmax(everywhere))
 
 
 def rdp_epsilon(
@@ -292,12 +304,15 @@ def _rdp_epsilon(
 ) -> float:
     if _vanishing(plain, sampled):
         return math.inf
-    unsampled = plain / 2 if replaced else plain
+    unsampled = plain / _change(replaced)
     if sampled:
         orders = orders_up_to(most)
+    elif math.isinf(variance):
+        orders = _PLAIN_ORDERS
     else:
-        orders = _PLAIN_ORDERS if math.isinf(variance) else _WHOLE_ORDERS
+        orders = _WHOLE_ORDERS
     order = np.array(orders)
+    # The excess of Skellam noise is that of the module's docstring. Gaussian noise has none.
     excess = np.minimum((2 * order + 5) / (4 * variance), 1.5)
     spent = repeats * (order / 2 + excess) / unsampled**2
     for level, count in sampled:
@@ -345,6 +360,7 @@ def pld_epsilon(
             if math.isfinite(value) or not levels:
                 return value
     multipliers, counts = np.array(levels).T
+    # Without sampling all rounds are one Gaussian, whose inverse square multiplier is a sum.
     alone = float((plain**-2.0 + counts @ multipliers**-2.0) ** -0.5)
     by_orders = _rdp_epsilon(plain, levels, rate, delta, repeats, replaced, ORDERS[-1])
     return min(by_orders, _gaussian_epsilon(alone, delta, repeats, replaced))
@@ -362,13 +378,16 @@ def _pld_epsilon(
 ) -> float:
     if not sampled:
         return _gaussian_epsilon(plain, delta, repeats, replaced)
-    interval = grid * _interval(plain, sampled, rate, repeats, 2.0 if replaced else 1.0)
+    interval = grid * _interval(plain, sampled, rate, repeats, _change(replaced))
     parts = []
     for level, count in sampled:
         losses = _privacy_losses(level, rate, replaced, interval)
         times = repeats * count
         # One `self_compose` takes about as long as six `compose`, however few the copies are.
-        parts += [losses] * times if times < 6 else [losses.self_compose(times)]
+        if times < 6:
+            parts += [losses] * times
+        else:
+            parts.append(losses.self_compose(times))
     if math.isfinite(plain):
         # Repeated Gaussians are one Gaussian, exactly, which needs no composition on the grid.
         parts.append(_privacy_losses(plain / math.sqrt(repeats), 1.0, replaced, interval))
@@ -391,7 +410,10 @@ def _privacy_losses(multiplier: float, rate: float, replaced: bool, interval: fl
             sampling_prob=rate,
             neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE,
         )
-    directions = [1] if rate == 1 else [1, -1]
+    directions = [1, -1]
+    if rate == 1:
+        # Both directions of a plain Gaussian have the same losses.
+        directions = [1]
     losses = [_on_grid(multiplier, rate, sign, interval) for sign in directions]
     return library.PrivacyLossDistribution(*losses)
 
@@ -411,13 +433,16 @@ def _on_grid(multiplier: float, rate: float, sign: int, interval: float) -> Any:
         interval: Spacing of the grid.
     """
     mechanisms = dp_accounting.pld.privacy_loss_mechanism
-    kind = mechanisms.AdjacencyType.REMOVE if sign > 0 else mechanisms.AdjacencyType.ADD
+    kind = mechanisms.AdjacencyType.ADD
+    if sign > 0:
+        kind = mechanisms.AdjacencyType.REMOVE
     losses = mechanisms.GaussianPrivacyLoss(multiplier, sampling_prob=rate, adjacency_type=kind)
     bounds = losses.connect_dots_bounds()
     lowest = math.floor(bounds.epsilon_lower / interval)
     highest = math.ceil(bounds.epsilon_upper / interval)
     epsilons = interval * np.arange(lowest, highest + 1)
     with np.errstate(divide="ignore"):
+        # The loss, solved for u, is `unsampled`. No loss is as low as log(1 - q).
         least = np.log1p(-rate)
         inside = sign * epsilons > least
         loss = sign * epsilons[inside]
@@ -427,7 +452,11 @@ def _on_grid(multiplier: float, rate: float, sign: int, interval: float) -> Any:
     x = -sign * (0.5 + multiplier**2 * unsampled)
     deltas[inside] = losses.mu_upper_cdf(x) - np.exp(epsilons[inside] + losses.mu_lower_log_cdf(x))
     pmf = dp_accounting.pld.pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(
-        interval, lowest, highest, np.clip(deltas, 0.0, 1.0)
+        # Rounding may move a probability a little below 0 or above 1.
+        interval,
+        lowest,
+        highest,
+        np.clip(deltas, 0.0, 1.0),
     )
     # For a sparse one the library computes its size to the power of the rounds, which may have a
     # million digits.
@@ -438,8 +467,15 @@ def _gaussian_epsilon(plain: float, delta: float, repeats: int, replaced: bool) 
     """Return the exact epsilon of one Gaussian that occurs `repeats` times."""
     # The library takes log(0) if the failure probability is far below delta.
     with np.errstate(divide="ignore"):
-        single = plain / (2 if replaced else 1) / math.sqrt(repeats)
+        single = plain / _change(replaced) / math.sqrt(repeats)
         return float(dp_accounting.get_epsilon_gaussian(single, delta))
+
+
+def _change(replaced: bool) -> float:
+    """Return by how many clip bounds one client moves a sum: 2 under replace-one, otherwise 1."""
+    if replaced:
+        return 2.0
+    return 1.0
 
 
 def _vanishing(plain: float, sampled: Levels) -> bool:
@@ -470,6 +506,7 @@ def sampled_divergences(
         return np.array(orders) / (2 * multiplier**2)
     divergences = np.empty(len(orders))
     for i, order in enumerate(orders):
+        # The terms 0 and 1 have an exponent of 0, and thus no part in the excess over 1.
         k = np.arange(2, order + 1)
         binomial = (
             math.lgamma(order + 1)
@@ -478,6 +515,7 @@ def sampled_divergences(
         )
         chance = binomial + (order - k) * math.log1p(-rate) + k * math.log(rate)
         exponent = k * (k - 1) / (2 * multiplier**2)
+        # This is log(exp(exponent) - 1), in a form that does not overflow.
         excess = _log_sum(chance + exponent + np.log(-np.expm1(-exponent)))
         divergences[i] = np.logaddexp(0.0, excess) / (order - 1)
     return divergences
@@ -513,6 +551,7 @@ def replaced_divergences(multiplier: float, rate: float) -> Float[np.ndarray, "o
         # The integrand's peaks lie from 0 to the order.
         first = -14 * z - 1
         last = order + 14 * z
+        # Higher orders need even more steps, so all of them keep the unsampled divergence.
         if (last - first) / step > 2e5:
             break
         x = np.arange(first, last, step)
@@ -520,6 +559,7 @@ def replaced_divergences(multiplier: float, rate: float) -> Float[np.ndarray, "o
         down = (-x - 0.5) / z**2
         below = _log_mixture(down, q)
         exponent = order * (_log_mixture(up, q) - below) + below - 0.5 * (x / z) ** 2
+        # The largest exponent leaves the sum, whose terms would otherwise overflow.
         most = exponent.max()
         scale = z * math.sqrt(2 * math.pi)
         total = most + math.log(np.exp(exponent - most).sum() * step / scale)
@@ -537,6 +577,7 @@ def _log_mixture(u: Float[np.ndarray, "x"], rate: float) -> Float[np.ndarray, "x
 
 def total_multiplier(multiplier: Float[np.ndarray, "R *C"]) -> Float[np.ndarray, "*C"]:
     r"""Return the multiplier of unsampled rounds together: :math:`z^{-2} = \sum_t z_t^{-2}`."""
+    # A multiplier of 0 has an infinite inverse square, and makes the total 0.
     with np.errstate(divide="ignore", over="ignore"):
         return np.asarray(np.sum(multiplier**-2.0, axis=0) ** -0.5)
 
@@ -551,6 +592,7 @@ def round_down(
     finite = (values > 0) & (values < math.inf)
     if np.unique(values[finite]).size <= most:
         return values
+    # The ends of `geomspace` are exact, so the smallest number stays as it is.
     levels = np.geomspace(values[finite].min(), values[finite].max(), most)
     rounded = values.copy()
     rounded[finite] = levels[np.searchsorted(levels, values[finite], side="right") - 1]
@@ -572,6 +614,7 @@ def _group_clients(view: View) -> tuple[Float[np.ndarray, "R K"], Int[np.ndarray
     if sum(len(_levels(kind[1:])) for kind in kinds.T) > _MOST_WORK:
         worst = np.r_[plain.min(), round_down(sampled.min(axis=1))]
         return worst[:, None], np.zeros(1, int)
+    # NumPy 2.0 gives the inverse more than one axis.
     return kinds, kind_of_client.reshape(-1)
 
 
@@ -600,12 +643,16 @@ def _interval(plain: float, sampled: Levels, rate: float, repeats: int, change: 
     plain = plain / change
     levels = levels / change
     spread = counts @ (rate / levels) ** 2
+    # The spacing follows the deviation of all losses, in powers of 2.
     total = math.sqrt(repeats * (spread + plain**-2.0))
     least = min(plain / math.sqrt(repeats), levels.min())
     longest = 10 / least + 0.5 / least**2
     scale = 2.0 ** math.floor(math.log2(max(1.0, total)))
     deviation = math.sqrt(spread / counts.sum())
-    fine = 2.0 ** math.floor(math.log2(0.02 * deviation)) if deviation else 0.0
+    fine = 0.0
+    # Squares of faint rates may underflow to 0, which has no logarithm.
+    if deviation:
+        fine = 2.0 ** math.floor(math.log2(0.02 * deviation))
     return float(max(fine, min(0.05 * deviation, 5e-4 * scale), longest / 1e6))
 
 
@@ -664,7 +711,9 @@ def balls_in_bins(
     highest = max(order for order in orders if order <= 256)
     k = np.arange(highest + 1)
     term = k * (k - 1) / (2 * z**2) - scipy.special.gammaln(k + 1)
+    # The first expectation needs coefficient a of this power of a series.
     power = _log_power(term, bins)
+    # The second one needs E[exp(-t L)] at each t = e^u of the outer integral.
     u = np.arange(-45.0, 60.0, 0.02) - math.log(bins)
     x = np.arange(-14.0, 14.0, min(0.05, z / 10))
     weight = -0.5 * x**2 - np.logaddexp.reduce(-0.5 * x**2)
@@ -677,6 +726,7 @@ def balls_in_bins(
         up = scipy.special.gammaln(order + 1) - order * math.log(bins) + power[order]
         s = order - 1
         exponent = s * u + bins * transform
+        # If the integrand is not negligible at both ends of the grid, the sum lacks a part of it.
         if max(exponent[0], exponent[-1]) > exponent.max() - 40:
             continue
         down = (
@@ -685,6 +735,7 @@ def balls_in_bins(
             + np.logaddexp.reduce(exponent)
             + math.log(u[1] - u[0])
         )
+        # Rounding must not lower the bound, so a margin is added to the larger direction.
         larger = max(up, down, 0.0)
         divergences[i] = min((larger + 1e-10 * (1 + larger)) / s, plain[i])
     return divergences
@@ -703,13 +754,17 @@ def _log_power(term: Float[np.ndarray, "n"], power: int) -> Float[np.ndarray, "n
     """
 
     def product(a: Float[np.ndarray, "n"], b: Float[np.ndarray, "n"]) -> Float[np.ndarray, "n"]:
+        # Coefficient n of a product is the sum of a_i times b_(n - i) for i from 0 to n.
         terms = (a[: n + 1] + b[n::-1] for n in range(len(a)))
         return np.array([np.logaddexp.reduce(logs) for logs in terms])
 
+    # Repeated squaring begins with the series 1, whose other coefficients are 0.
     result = np.r_[0.0, np.full(len(term) - 1, -math.inf)]
     while power:
         if power % 2:
             result = product(result, term)
         power //= 2
-        term = product(term, term) if power else term
+        # A last square would not be used, and costs as much as any product.
+        if power:
+            term = product(term, term)
     return result

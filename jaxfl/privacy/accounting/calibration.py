@@ -98,15 +98,19 @@ def planned_exposure(
     tables = mechanism.client_noise_table, mechanism.weight_table, mechanism.noise_multiplier_table
     length = max(len(table) for table in tables)
     if length not in (1, rounds):
+        # This raises the error that names the table.
         mechanism.check_fits(clients, rounds)
     view = mechanism.view(mechanism.planned(clients, length), "aggregate")
+    # Entries that cover a turn of several rounds, or the run, need a plan of that length.
     if view.grows and length < rounds:
         length = min(view.turn or rounds, rounds)
         view = mechanism.view(mechanism.planned(clients, length), "aggregate")
     repeats = -(-rounds // length)
+    # A client that takes part k times is exposed by k copies of the view at most.
     if participations is not None:
         repeats = min(repeats, participations)
-    view = of_states(view) if stateful else view
+    if stateful:
+        view = of_states(view)
     return Exposure(accountants.worst_client(view), repeats)
 
 
@@ -166,7 +170,9 @@ def calibrate(
             f"shape must have one number above 0 per round, got {show(shape)} for {rounds} rounds. "
             f"Give {rounds} numbers."
         )
-    scale = np.ones(1) if shape is None else np.asarray(shape, float)
+    scale = np.ones(1)
+    if shape is not None:
+        scale = np.asarray(shape, float)
     base = Mechanism(clip=1.0, sampling=sampling) if mechanism is None else mechanism
     weighed = len(base.weight_table)
     if weighed not in (1, rounds):
@@ -286,6 +292,7 @@ def rough_noise(exposure: Exposure, target: float, delta: float) -> float:
     """
     view, repeats = exposure
     total = accountants.total_multiplier(view.multiplier.min(axis=1)) / math.sqrt(repeats)
+    # By the central limit, sampling at rate q lowers the needed noise to a share q.
     gaussian = view.rate * dp_accounting.get_sigma_gaussian(target, delta) / float(total)
     order = accountants.MOST_ROUGH
     # No noise has less than this epsilon in a rough search: it is that of a divergence of 0 at the
@@ -336,6 +343,7 @@ def _by_wide_grids(spent: Callable[[float, float], float], target: float, noise:
     noise = _search(lambda factor: spent(factor, _WIDE), target, noise)
     value = spent(noise, _WIDE)
     half = spent(noise, _WIDE / 2)
+    # Half the width has a quarter of the error, which leaves this denominator without a grid.
     excess = value / (half - (value - half) / 3)
     aim = target * excess * (1 - 1e-4)
     return _search(lambda factor: spent(factor, _WIDE), aim, noise, slack=2e-4)

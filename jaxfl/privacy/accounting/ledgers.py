@@ -137,7 +137,9 @@ def epsilon(
     >>> [round(epsilon(run, mechanism, accountant=name).value, 2) for name in ("pld", "rdp")]
     [4.38, 4.73]
     """
-    by = BOTH if accountant == "pld" else (accountant,)
+    by = BOTH
+    if accountant != "pld":
+        by = (accountant,)
     options = {
         "observer": observer,
         "delta": delta,
@@ -181,6 +183,7 @@ def epsilons(
     check_delta("delta", delta)
     view = _view(ledger, mechanism, observer, one_round=one_round, unit=unit, stateful=stateful)
     parts = [view]
+    # A trivial view has the same largest epsilon for one round as for all.
     if one_round and not accountants.trivial(view):
         parts = list(accountants.worst_rounds(view))
     return bounds_of(parts, by, delta, clients)
@@ -199,11 +202,14 @@ def _view(
 
     For an example it is the view of the client with the least noise in every round, if any.
     """
+    # Views of uploads are under replace-one in any case.
     replaced = unit == "example" and observer != "upload"
     view = mechanism.view(ledger, observer, replaced=replaced, one_round=one_round)
     if unit == "example":
         view = accountants.worst_client(view)
-    return of_states(view) if stateful else view
+    if stateful:
+        return of_states(view)
+    return view
 
 
 def bounds_of(
@@ -231,6 +237,7 @@ def of_states(view: View) -> View:
 def _trivial(view: View, clients: int) -> Epsilon:
     """Return the epsilon of a view whose multipliers are all 0 or infinite."""
     per_client = np.where((view.multiplier == 0).any(axis=0), math.inf, 0.0)
+    # The copy can be written to, unlike a broadcast array.
     per_client = np.array(np.broadcast_to(per_client, clients))
     value = float(per_client.max())
     if value:
@@ -247,8 +254,10 @@ def _worst(
     per_client = np.array(np.broadcast_to(largest, clients))
     value = float(per_client.max())
     if math.isinf(value):
-        tiny = all(np.all(part.multiplier > 0) for part in parts)
-        return Epsilon(value, per_client, "none", _TINY if tiny else parts[0].why_infinite)
+        reason = parts[0].why_infinite
+        if all(np.all(part.multiplier > 0) for part in parts):
+            reason = _TINY
+        return Epsilon(value, per_client, "none", reason)
     worst = max(bounds, key=lambda bound: bound.values.max())
     return Epsilon(value, per_client, worst.theorem, None)
 
@@ -288,15 +297,19 @@ def example_epsilon(
     7.05
     """
     clients = ledger.participants.shape[1]
-    delta = failure_probability(delta, clients if examples is None else examples)
+    if examples is None:
+        examples = clients
+    delta = failure_probability(delta, examples)
     check_delta("delta", delta)
     if dp_sgd is None:
         return no_epsilon(clients, "examples are not clipped one by one")
     rounds = np.asarray(ledger.participants, bool).sum(axis=0)
+    # A client's noise in rounds without it must not count as its least.
     noise_by_round = np.where(ledger.participants, ledger.example_noise, math.inf)
     least_noise = noise_by_round.min(axis=0, initial=math.inf)
     noise = accountants.round_down(np.where(rounds > 0, least_noise, 0.0))
     rates = np.broadcast_to(dp_sgd.rate_table, clients)
+    # Clients with equal noise, rate and rounds share one epsilon, which is computed once.
     facts = np.stack([noise, rates, rounds])
     kinds, kind_of_client = np.unique(facts, axis=1, return_inverse=True)
     if kinds.shape[1] > 64:
@@ -307,16 +320,23 @@ def example_epsilon(
     evaluate = accountants.rdp_epsilon if accountant == "rdp" else accountants.pld_epsilon
 
     def of_kind(z: float, rate: float, count: float) -> float:
-        if not z or not count:
-            return math.inf if count else 0.0
+        # A client that never takes part costs nothing, whatever its noise.
+        if not count:
+            return 0.0
+        if not z:
+            return math.inf
         return evaluate(math.inf, np.array([z]), rate, delta, int(count) * dp_sgd.steps)
 
+    # NumPy 2.0 gives the inverse more than one axis.
     per_client = np.array([of_kind(*kind) for kind in kinds.T])[kind_of_client.reshape(-1)]
     worst = float(per_client.max())
     if math.isinf(worst):
         noises, _, counts = kinds
-        reason = _TINY if noises[counts > 0].all() else "local steps add no noise"
+        reason = "local steps add no noise"
+        if noises[counts > 0].all():
+            reason = _TINY
         return Epsilon(worst, per_client, "none", reason)
+    # The keys of a dict are distinct, so equal rates are named once.
     rate = " to ".join(f"{rate:g}" for rate in dict.fromkeys([rates.min(), rates.max()]))
     theorem = f"Poisson-sampled Gaussian, rate {rate}, zero-out, {dp_sgd.steps} steps per round"
     return Epsilon(worst, per_client, f"{theorem}; {accountant.upper()}", None)
@@ -338,6 +358,7 @@ def planned_ledger(
         dp_sgd: Private local steps. None if there are none.
     """
     plan = mechanism.planned(clients, rounds)
+    # This builds the table of a `Turns`, which a plan may have in its place.
     plan = plan._replace(participants=np.asarray(plan.participants, bool))
     if dp_sgd is None:
         return plan
@@ -399,14 +420,18 @@ def running_epsilon(
                 f"got {done!r}. Give fewer rounds."
             )
         # Tables of a schedule fit no fewer rounds, and a plan has at least one round.
-        length = known if known > 1 else max(done, 1)
+        length = max(done, 1)
+        if known > 1:
+            length = known
         return first_rounds(planned_ledger(mechanism, clients, length, dp_sgd), done)
 
     def client(ledger: Ledger, observer: Observer) -> dict[Accountant, float]:
+        # Before the first round nothing has been revealed, by whatever method.
         if not len(ledger.participants):
             return dict.fromkeys(BOTH, 0.0)
         if terms.broken is not None:
             return dict.fromkeys(BOTH, math.inf)
+        # Only the largest epsilon is asked for, so the client that has it may stand for all.
         view = accountants.most_exposed(_view(ledger, mechanism, observer, stateful=stateful))
         bounds = bounds_of([view], BOTH, delta, view.multiplier.shape[1])
         return {accountant: bound.value for accountant, bound in bounds.items()}
@@ -422,12 +447,15 @@ def running_epsilon(
     def spent(rounds: int | Ledger) -> Spent:
         ledger = rounds if isinstance(rounds, Ledger) else planned(rounds)
         sums = client(ledger, "aggregate")
-        upload = min(client(ledger, "upload").values()) if mechanism.clients_noisy else None
         least = min(sums.values())
-        if upload is not None:
+        upload = None
+        if mechanism.clients_noisy:
+            upload = min(client(ledger, "upload").values())
             # Sums are post-processing of uploads, so a bound of uploads holds for sums too.
             least = min(least, upload)
-        of_example = None if dp_sgd is None else example(ledger)
+        of_example = None
+        if dp_sgd is not None:
+            of_example = example(ledger)
         return Spent(least, sums["rdp"], upload, of_example)
 
     return spent
@@ -441,7 +469,9 @@ def first_rounds(ledger: Ledger, done: int) -> Ledger:
     rounds = len(ledger.participants)
 
     def part(leaf: np.ndarray) -> np.ndarray:
-        return leaf[:done] if len(leaf) == rounds else leaf
+        if len(leaf) == rounds:
+            return leaf[:done]
+        return leaf
 
     fields: dict[str, Any] = {
         name: part(np.asarray(leaf)) for name, leaf in ledger._asdict().items() if name != "notes"

@@ -119,7 +119,9 @@ class SumNoise(NamedTuple):
     @property
     def adjacency(self) -> str:
         """Name of the adjacency, replace-one or zero-out."""
-        return "replace-one" if self.replaced else "zero-out"
+        if self.replaced:
+            return "replace-one"
+        return "zero-out"
 
 
 def plain_view(
@@ -172,6 +174,7 @@ def sum_noise(
     insider = insider and clients > 1
     if insider:
         # An insider knows its own noise, which is the largest one at worst.
+        # The factor keeps rounding from leaving too much noise.
         above = above - _largest_other(noise) * (1 + 1e-9)
     return SumNoise(clients, noise, weights, floor, above, hides_cohort, replaced, insider)
 
@@ -214,6 +217,7 @@ def shown_by(ledger: Ledger, release: Float[np.ndarray, "#T"] | float, theorem: 
         # One row serves, which saves a table of rounds by perhaps a million clients.
         exposed = np.where(present.any(axis=0), 0.0, math.inf)
         return plain_view(exposed[None], theorem, OPEN_UPLOADS)
+    # An upload without noise costs infinitely much, and has the multiplier 0.
     with np.errstate(divide="ignore"):
         multiplier = np.where(present, upload_costs(ledger, release) ** -0.5, math.inf)
     return plain_view(multiplier, theorem, OPEN_UPLOADS)
@@ -239,6 +243,7 @@ def multiplier(variance: np.ndarray, weights: np.ndarray) -> Float[np.ndarray, "
     """
     largest = weights.max(axis=1, keepdims=True)
     weights = np.where(weights > 0, weights + _SUMMED * (largest - weights), 0.0)
+    # `where` computes the quotients by weights of 0 too, which it then leaves out.
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         return np.where(weights > 0, np.minimum(np.sqrt(variance) / weights, _ENOUGH), math.inf)
 
@@ -249,5 +254,6 @@ def _largest_other(noise: np.ndarray) -> np.ndarray:
         return noise
     ordered = np.sort(noise, axis=1)
     largest = ordered[:, -1:]
+    # If several clients have the largest noise, the second largest equals it.
     second = ordered[:, -2:-1]
     return np.where(noise < largest, largest, second)

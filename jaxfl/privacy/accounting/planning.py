@@ -124,6 +124,7 @@ class Plan(NamedTuple):
             # The server's limit keeps clients as far apart as groups would.
             found = tuple("limits" if need == "groups" else need for need in found)
         elif "limits" in found and sampling.gap > 1:
+            # The other limit does not replace the sampler's groups.
             found = ("groups", *found)
         return found or ("nothing",)
 
@@ -152,6 +153,7 @@ def _check_kinds(name: str, value: Any) -> tuple[Kind, ...]:
             f"{name} must be some of {', '.join(map(repr, KINDS))}, got {show(value)}. "
             "Give a tuple of these names."
         )
+    # A kind that is named twice is compared once.
     return tuple(dict.fromkeys(value))
 
 
@@ -256,12 +258,14 @@ def plan(
         )
     delta = failure_probability(delta, clients)
     limits: dict[str, Any] = {"participations": participations, "separation": separation}
+    # Either limit makes draws dependent, and leaves only the kinds that rely on no draw.
     has_limits = participations is not None or separation is not None
     if separation is not None and separation * cohort > clients:
         raise ValueError(
             f"separation must be at most {clients // cohort}, as often as cohorts of {cohort} fit "
             f"in {clients} clients, got {separation}. Give a smaller separation or cohort."
         )
+    # All rounds together have this many participations per client, on average.
     needed = -(-rounds * cohort // clients)
     if participations is not None and participations < needed:
         raise ValueError(
@@ -273,6 +277,7 @@ def plan(
     def error(mechanism: Mechanism, z: float) -> float:
         """Return the error of a plan with multiplier z (`Plan.error`)."""
         weights = mechanism.weight_table
+        # Noise is in multiples of the largest weight, and the denominator has the mean weight.
         share = np.max(weights.max(axis=1) / weights.mean(axis=1))
         return float(z * share / mechanism.sampling.expected(clients) * mechanism.error(rounds))
 
@@ -291,6 +296,7 @@ def plan(
     def needed(mechanism: Mechanism) -> float:
         """Return the noise multiplier that is given or that the budget needs."""
         if epsilon is None:
+            # Without a budget the multiplier is given, and is never None here.
             return float(noise_multiplier or 0.0)
         return needed_noise(exposed(mechanism), epsilon, delta, "pld")
 
@@ -298,6 +304,7 @@ def plan(
         """Return whether the mechanism exceeds a given budget if its error is to be `least`."""
         if epsilon is None:
             return False
+        # The error is proportional to the noise, so this factor on it gives the error `least`.
         enough = exposed(mechanism).scaled(least / error(mechanism, 1.0))
         return least_epsilon(enough.view, "pld", delta, enough.repeats) > epsilon
 
@@ -311,6 +318,7 @@ def plan(
         found = None
         least = math.inf
         for mechanism in sorted(mechanisms, key=promised):
+            # One epsilon shows that a mechanism is no better. Its noise takes a search over many.
             if found is None or not beaten(mechanism, least):
                 z = needed(mechanism)
                 if error(mechanism, z) < least:
@@ -343,6 +351,7 @@ def plan(
     for name, own in mechanisms.items():
         _check_fits_plan(f"mechanisms[{name!r}]", own, clients, cohort, rounds, exposed)
         candidates[name] = [dataclasses.replace(own, clip=1.0, noise_multiplier=1.0)]
+    # The mechanisms of a kind compete for the least error, and only the best one gets both bounds.
     with _planning_bar(sum(map(len, candidates.values())), progress) as step:
         found = {kind: best(mechanisms, step) for kind, mechanisms in candidates.items()}
         plans = [priced(kind, *chosen) for kind, chosen in found.items() if chosen is not None]
@@ -361,6 +370,7 @@ def plan(
 def _planning_bar(steps: int, show: bool) -> Iterator[Callable[[], None]]:
     """Show a bar on the terminal's standard error, and yield a function that moves it."""
     console = Console(stderr=True)
+    # A file that collects the standard error gets no bar.
     hidden = not (show and console.is_terminal)
     with Progress(console=console, transient=True, disable=hidden) as bar:
         line = bar.add_task("mechanisms", total=steps)
@@ -488,7 +498,9 @@ def _candidates(
         return [Mechanism(**base, sampling=FixedSize(cohort))]
     if kind == "balls in bins":
         bins = round(clients / cohort)
-        return [Mechanism(**base, sampling=BallsInBins(bins))] if bins <= MOST_BINS else []
+        if bins > MOST_BINS:
+            return []
+        return [Mechanism(**base, sampling=BallsInBins(bins))]
     if kind == "any cohort":
         return [Mechanism(**base, sampling=MinSeparation(cohort, separation=1))]
     if rounds > _MOST_CORRELATED:
@@ -496,6 +508,7 @@ def _candidates(
     if kind == "banded":
         rate = cohort / clients
         return [BandedNoise(**base, bands=b, sampling=CyclicPoisson(rate, b)) for b in cycles]
+    # More groups would be too small for a cohort, or would not all get a turn.
     widest = min(rounds, clients // cohort)
     if kind == "blt":
         gap = separation or widest
@@ -506,6 +519,7 @@ def _candidates(
         return [
             BandedNoise(**base, bands=b, sampling=MinSeparation(cohort, separation=b)) for b in gaps
         ]
+    # The limit fixes the groups, so candidates differ in their numbers of bands alone.
     bands = {1, min(rounds, separation), *(b for b in _CYCLES if b <= rounds)}
     sampling = MinSeparation(cohort, separation=separation)
     return [BandedNoise(**base, bands=b, sampling=sampling) for b in sorted(bands)]
@@ -520,6 +534,7 @@ def _largest(within: Callable[[int], bool], most: int) -> int:
 
     `within` must be true up to some number, and false beyond it.
     """
+    # Doubling finds a number that is too large in few steps, whatever `most` is.
     high = 1
     while high < most and within(high):
         high = min(2 * high, most)

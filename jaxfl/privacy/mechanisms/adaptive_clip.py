@@ -117,8 +117,10 @@ class AdaptiveClip(Mechanism):
         norm: Float[Array, ""],
     ) -> Contribution:
         """Return a contribution of update and scaled bit, with a bound on their joint norm."""
+        # This is kappa (b - 1/2), because `scale` is kappa over C.
         bit = memory.scale * memory.clip * ((norm <= memory.clip) - jnp.float32(0.5))
         sent = sent._replace(update={"update": sent.update, "bit": bit})
+        # A bit of 0 or 1 has the same norm, and the engine has clipped the update to C.
         joint = jnp.hypot(jnp.minimum(norm, memory.clip), 0.5 * memory.scale * memory.clip)
         return super().contribute(key, memory, client, sent, joint)
 
@@ -134,6 +136,7 @@ class AdaptiveClip(Mechanism):
         The memory has the next round's bound.
         """
         noisy, std, _ = super().aggregate(key, memory, cohort, total, mesh)
+        # The shift by 1/2 is undone. Noise may take this share of norms within C out of [0, 1].
         below = noisy["bit"] / (memory.scale * memory.clip) + 0.5
         moved = memory.clip * jnp.exp(-self.rate * (below - self.quantile))
         return noisy["update"], std, memory._replace(clip=moved)
@@ -141,7 +144,10 @@ class AdaptiveClip(Mechanism):
     def describe(self, ledger: Ledger) -> list[str]:
         """Return sentences on how the bound moves, and how updates and bits share the noise."""
         found = ledger.notes.get("clip", np.zeros(0))
-        seen = f", here from {np.min(found):.4g} to {np.max(found):.4g}" if len(found) else ""
+        # A planned ledger has no such note, because the bound follows from updates.
+        seen = ""
+        if len(found):
+            seen = f", here from {np.min(found):.4g} to {np.max(found):.4g}"
         lines = [
             f"adaptive clip: {float(self.clip):.4g} in the first round, then towards quantile "
             f"{float(self.quantile):g} of the updates' norms, by one noisy bit of each "
@@ -170,4 +176,5 @@ class AdaptiveClip(Mechanism):
                 f"bit_noise must be above {z / 2:g}, because the bits alone cost more than the "
                 f"noise allows, got {bits:g} with noise_multiplier={z:g}. Give more bit_noise."
             )
+        # The inverse squares of the multipliers of update and bit add up to that of z.
         return (z**-2 - (2 * bits) ** -2) ** -0.5, bits

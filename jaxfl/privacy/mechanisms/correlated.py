@@ -119,6 +119,7 @@ class CorrelatedNoise(Mechanism):
         The memory holds noise divided by `std`.
         """
         del mesh
+        # The memory needs the noise without the sum, so noise is drawn on zeros, with a std of 1.
         zero = jax.tree.map(jnp.zeros_like, narrow(update))
         fresh = add_gaussian(key, zero, jnp.ones(()))
         noise, memory = self.correlate(memory, fresh)
@@ -138,10 +139,13 @@ class CorrelatedNoise(Mechanism):
             return view
         strategy = self.strategy(rounds)
         norm = float(np.linalg.norm(strategy))
+        # If the turns of a client do not overlap in S, each of them is a Gaussian of its own.
         if self.sampling.gap >= self.bands_at_most and view.hidden.all():
             return view.scaled(1 / norm)._replace(theorem=f"{view.theorem}, banded factorisation")
         adjacency = "replace-one" if replaced else "zero-out"
-        exposure = np.atleast_1d(norm if one_round else exposures(strategy, ledger.participants))
+        exposure = np.full(1, norm)
+        if not one_round:
+            exposure = exposures(strategy, ledger.participants)
         # A client that never takes part reveals nothing, even without noise.
         multiplier = np.full((1, len(exposure)), np.inf)
         np.divide(np.min(view.multiplier), exposure, out=multiplier, where=exposure[None] > 0)
@@ -241,6 +245,7 @@ class BandedNoise(CorrelatedNoise):
 
     def correlate(self, memory: Tree, fresh: Tree) -> tuple[Tree, Tree]:
         """Return the noise, and the last b - 1 noises with the newest first."""
+        # The memory has the newest noise first, as c_1 belongs to it.
         before = jnp.asarray(self.strategy(self.bands)[1:], jnp.float32)
         noise = jax.tree.map(
             lambda leaf, past: leaf - jnp.tensordot(before, past, 1), fresh, memory
@@ -361,7 +366,10 @@ def blt(buffers: int, rounds: int, separation: int = 1, participations: int | No
         above, below = _polynomial_ratio(scales, decays)
         exposure = worst_exposure(_blt(scales, decays, rounds), turns)
         error = prefix_error(above, rounds, below) * exposure
-        return math.log(error) if math.isfinite(error) else 1e9
+        # A strategy that overflows is worse than all others.
+        if not math.isfinite(error):
+            return 1e9
+        return math.log(error)
 
     span = np.geomspace(0.5, max(1.0, rounds / 2), buffers)
     start_scales = np.log(0.4 / np.arange(1, buffers + 1) ** 2)
@@ -398,11 +406,13 @@ def exposures(
         return exposures(strategy, participants[:, :1].copy())
     bits = np.ascontiguousarray(np.packbits(participants, axis=0).T)
     # Texts are sorted much faster than rows.
+    # NumPy ignores zero bytes at the end of a text, which confuses no texts of equal length.
     texts = bits.view(f"S{bits.shape[1]}")[:, 0]
     _, first, kind_of_client = np.unique(texts, return_index=True, return_inverse=True)
     patterns = bits[first]
     norms = np.empty(len(patterns))
     for start in range(0, len(patterns), 4096):
+        # Blocks bound the memory of rows that are unpacked to double precision.
         block = patterns[start : start + 4096]
         rows = np.unpackbits(block, axis=1, count=rounds).astype(np.float64)
         moved = scipy.signal.fftconvolve(rows, strategy[None, :rounds], axes=1)[:, :rounds]
@@ -441,6 +451,7 @@ def rounding_error(strategy: Float[np.ndarray, "n"], rounds: int) -> float:
         last = np.sum(squares[-quarter:])
         if more and not last < _FAINT * total:
             ratio = last / np.sum(squares[-2 * quarter : -quarter])
+            # Further quarters form a geometric series, whose formula is 0 / 0 for a ratio of 1.
             powers = more
             if ratio != 1:
                 powers = ratio * (ratio**more - 1) / (ratio - 1)
@@ -465,10 +476,13 @@ def worst_exposure(strategy: Float[np.ndarray, "T"], turns: Turns) -> float:
     gap = turns.gap
     most = turns.most
     first = np.trim_zeros(strategy[:rounds], "b")
+    # The end of the run may cut the effect of the last turn.
     last = rounds - (most - 1) * gap
+    # Turns that do not overlap are orthogonal, so their squared norms add up.
     if len(first) <= gap:
         squares = (most - 1) * np.sum(first**2) + np.sum(first[:last] ** 2)
         return math.sqrt(squares)
+    # This is the envelope of the module's docstring, which does not increase.
     if not turns.known:
         first = np.maximum.accumulate(first[::-1])[::-1]
     present = np.zeros(rounds)
@@ -494,11 +508,16 @@ def prefix_error(
     >>> round(prefix_error(np.ones(1), 3) ** 2, 6)
     2.0
     """
-    rounds = len(strategy) if rounds is None else rounds
+    if rounds is None:
+        rounds = len(strategy)
     impulse = np.r_[1.0, np.zeros(rounds - 1)]
-    numerator = [1.0] if over is None else over
+    numerator = over
+    if numerator is None:
+        numerator = np.ones(1)
+    # The filter's response to an impulse is the first column of the inverse of S.
     inverse = scipy.signal.lfilter(numerator, np.trim_zeros(strategy, "b"), impulse)
     prefix = np.cumsum(inverse)
+    # Coefficient k of the prefix sums is in T - k rows of the Toeplitz matrix.
     return math.sqrt(np.sum(prefix**2 * np.arange(rounds, 0, -1)) / rounds)
 
 
@@ -512,6 +531,7 @@ def square_root(bands: int) -> Float[np.ndarray, "b"]:
     [1.0, 0.5, 0.375, 0.3125]
     """
     k = np.arange(1, bands)
+    # The factor is c_k over c_(k-1). The binomials themselves would overflow.
     return np.cumprod(np.r_[1.0, (2 * k - 1) / (2 * k)])
 
 
@@ -531,6 +551,7 @@ def _polynomial_ratio(
     """
     above = below = np.ones(1)
     for scale, decay in zip(scales, decays, strict=True):
+        # Each buffer adds its fraction, over the common denominator.
         factor = np.array([1.0, -decay])
         above = np.convolve(above, factor)
         above[1:] += scale * below
@@ -541,5 +562,6 @@ def _polynomial_ratio(
 def _blt(
     scales: Float[np.ndarray, "B"], decays: Float[np.ndarray, "B"], rounds: int
 ) -> Float[np.ndarray, "T"]:
+    # Powers of a decay may underflow to 0, which is close enough.
     with np.errstate(under="ignore"):
         return np.r_[1.0, scales @ decays[:, None] ** np.arange(rounds - 1)]

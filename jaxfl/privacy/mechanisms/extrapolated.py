@@ -78,10 +78,12 @@ class Extrapolated(Mechanism):
         rounds, clients = np.shape(ledger.participants)
         if not rounds:
             return []
+        # The ledger has the noise of this run. The deployment has it before scaling.
         levels = np.asarray(ledger.noise_multiplier, np.float64) / self._share(clients)
         delta = accountants.failure_probability(self.delta, self.population)
         rate = self.cohort / self.population
         value = math.inf
+        # A single round without noise leaves no finite epsilon.
         if np.all(levels):
             value = accountants.pld_epsilon(math.inf, accountants.round_down(levels), rate, delta)
         return [

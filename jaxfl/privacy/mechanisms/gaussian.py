@@ -234,6 +234,7 @@ class Mechanism:
             clients: Number of clients.
         """
         del memory
+        # Rounds of a period share their key, so that a sampler can divide clients among them.
         cohort_key = derive(key, index // self.sampling.period, SAMPLE)
         sampled = self.sampling.sample(cohort_key, clients, index)
         return Cohort(sampled, round_numbers(self, clients, index))
@@ -295,6 +296,7 @@ class Mechanism:
         if not self.clients_noisy:
             return update
         std = client.noise * self.contribution_bound(memory)
+        # The key follows the client's number, so noise does not depend on where it is drawn.
         return add_gaussian(derive(key, CLIENT_NOISE, client.client_id), update, std)
 
     def aggregate(
@@ -315,9 +317,11 @@ class Mechanism:
         unit = self.unit(memory, numbers)
         if self.server_noisy:
             std = self.top_up(numbers, total)
+            # A std over C becomes one in the unit of the sum.
             absolute = std * self.contribution_bound(memory) / unit
             noise_key = derive(key, SERVER_NOISE)
             update, memory = self.add_server_noise(noise_key, memory, update, absolute, mesh)
+        # Unit and divisor are one factor, so each coordinate is rounded once.
         share = unit / self.divisor(numbers, total.weight)
         return jax.tree.map(lambda leaf: leaf * share, narrow(update)), std, memory
 
@@ -369,6 +373,7 @@ class Mechanism:
             return upload_view(ledger)
         fair = self.denominator == "expected"
         insider = observer == "client"
+        # A divisor by the participants would show how many they are, or their weights.
         noise = sum_noise(ledger, hides_cohort=fair, replaced=replaced, insider=insider)
         return self.sampling.view(noise)
 
@@ -386,6 +391,7 @@ class Mechanism:
         weights = _row_per_round(self.weight_table, rounds)
         multiplier = _row_per_round(self.noise_multiplier_table, rounds)
         turns = self.sampling.turns(clients, rounds)
+        # The first multiplier stands for the server's noise, which `topped_up` replaces.
         return topped_up(Ledger(turns, noise, weights, multiplier, multiplier))
 
     def error(self, rounds: int) -> float:
@@ -431,8 +437,10 @@ class Mechanism:
         weights = extremes("weights", self.weight_table.max(axis=1))
         for name in ("noise_multiplier", "client_noise"):
             value = getattr(self, name)
+            # A sweep's traced number has no value to check.
             if traced(value):
                 continue
+            # Products of the extremes bound the products of all numbers.
             on_sum = np.outer(extremes(name, np.asarray(value, np.float64)), weights)
             if np.max(value) > MOST_NOISE:
                 raise ValueError(
@@ -488,12 +496,17 @@ class Mechanism:
     def client_noise_table(self) -> Float[np.ndarray | Array, "T C"]:
         """Client noise s by round and client. Axes that were not given have length 1."""
         value = _in_double(self.client_noise)
-        return value.reshape(-1, 1) if value.ndim < 2 else value
+        # A number and a schedule by round hold for all clients.
+        if value.ndim < 2:
+            return value.reshape(-1, 1)
+        return value
 
     @property
     def weight_table(self) -> Float[np.ndarray, "T C"]:
         """Weights w by round and client. Axes that were not given have length 1."""
-        weights = np.ones(1) if self.weights is None else np.asarray(self.weights, np.float64)
+        weights = np.ones(1)
+        if self.weights is not None:
+            weights = np.asarray(self.weights, np.float64)
         return np.atleast_2d(weights)
 
     def check_fits(self, clients: int, rounds: int) -> None:
@@ -503,6 +516,7 @@ class Mechanism:
         """
         check_count("clients", clients)
         check_count("rounds", rounds)
+        # This raises an error if there are too few clients for a cohort.
         self.sampling.expected(clients)
         tables = {"client_noise": self.client_noise_table, "weights": self.weight_table}
         tables["noise_multiplier"] = self.noise_multiplier_table[:, None]
@@ -531,7 +545,11 @@ def round_numbers(mechanism: Mechanism, clients: int, index: Int[Array, ""]) -> 
         return jnp.asarray(table, jnp.float32)[jnp.minimum(index, table.shape[0] - 1)]
 
     weights = row(mechanism.weight_table)
-    total = jnp.sum(weights) * (clients if weights.shape[0] == 1 else 1)
+    copies = 1
+    if weights.shape[0] == 1:
+        # One weight stands for that of each client.
+        copies = clients
+    total = jnp.sum(weights) * copies
     return RoundNumbers(
         noise_multiplier=row(mechanism.noise_multiplier_table),
         client_noise=row(mechanism.client_noise_table),
@@ -560,6 +578,7 @@ def server_noise(numbers: RoundNumbers, present: Float[Array, ""]) -> Float[Arra
         numbers: Numbers of the round.
         present: Variance over C^2 that clients added.
     """
+    # Clients may add more than the target. The server then adds nothing.
     target = numbers.noise_multiplier * jnp.max(numbers.weights)
     return jnp.sqrt(jnp.maximum(0.0, target**2 - present))
 
@@ -571,8 +590,9 @@ def noise_share(noise_multiplier: Any, sampling: Sampling, clients: int) -> Any:
     round.
     """
     # NumPy cannot convert a sweep's traced number, which division takes as it is.
-    by_round = isinstance(noise_multiplier, list | tuple)
-    std = np.asarray(noise_multiplier) if by_round else noise_multiplier
+    std = noise_multiplier
+    if isinstance(noise_multiplier, list | tuple):
+        std = np.asarray(noise_multiplier)
     return std / math.sqrt(sampling.expected(clients))
 
 
@@ -590,13 +610,16 @@ def extremes(name: str, values: np.ndarray) -> np.ndarray:
 
     Raise an error if float32 cannot square them.
     """
+    # Products with 0 are exact, so only positive numbers count.
     positive = values[values > 0]
     if not positive.size:
         return np.zeros(0)
     low = positive.min()
     high = positive.max()
     if low < _SMALL or high > _LARGE:
-        wrong = low if low < _SMALL else high
+        wrong = high
+        if low < _SMALL:
+            wrong = low
         raise ValueError(
             f"{name} must be 0 or from {_SMALL:.3g} to {_LARGE:.3g}, because float32 squares it, "
             f"got {wrong:.4g}. Give numbers in that range."
@@ -615,4 +638,5 @@ def _in_double(value: Any) -> Any:
 
 
 def _row_per_round(table: Any, rounds: int) -> np.ndarray:
+    # A view repeats one row without memory for each round.
     return np.broadcast_to(table, (rounds, *table.shape[1:]))

@@ -152,6 +152,7 @@ class PrivacyFilter(Mechanism):
         numbers = drawn.numbers
         notes = drawn.notes
         if self.release is not None:
+            # Shares read only numbers that are public already, so this noise reveals no more.
             noise = numbers.client_noise / self.release.shares(memory.released)
             numbers = numbers._replace(client_noise=noise)
             notes = {"release_noise": jnp.float32(self.release.noise)}
@@ -192,6 +193,7 @@ class PrivacyFilter(Mechanism):
         if release.noise:
             std = jnp.float32(release.noise * (release.high - release.low))
             noisy = add_gaussian(derive(key, RELEASE, client.client_id), number, std)
+            # Clipping after the noise is post-processing.
             number = jnp.clip(noisy, release.low, release.high)
         return contribution._replace(row=number)
 
@@ -205,6 +207,7 @@ class PrivacyFilter(Mechanism):
             # Rows are in the order of clients. `set` drops an index behind the last client.
             clients = jnp.nonzero(cohort.sampled, size=len(total.rows), fill_value=len(released))[0]
             released = released.at[clients].set(total.rows, mode="drop")
+        # Costs follow from cohort and noise alone, whatever the updates were.
         if self.least_total:
             spent = spent + jnp.where(cohort.sampled, self._costs(cohort.numbers.client_noise), 0.0)
         return aggregate, std, Accounts(released, spent)
@@ -266,7 +269,9 @@ class PrivacyFilter(Mechanism):
 
     def _costs(self, noise: Float[Array, "#C"]) -> Float[Array, "#C"]:
         """Return the inverse square multipliers of an upload and a released number, summed."""
-        of_release = 0.0 if self.release is None else self.release.noise**-2
+        of_release = 0.0
+        if self.release is not None:
+            of_release = self.release.noise**-2
         return (2 / noise) ** 2 + of_release
 
     def _affordable(self, ledger: Ledger) -> Bool[np.ndarray, "T C"]:
@@ -276,6 +281,7 @@ class PrivacyFilter(Mechanism):
             costs = np.broadcast_to(upload_costs(ledger, _release_costs(ledger)), present.shape)
             budget = np.float64(self.least_total) ** -2.0 * (1 - ROUNDING)
             spent = np.zeros(present.shape[1])
+            # What a client can afford depends on its earlier rounds.
             for row, cost in zip(present, costs):
                 row &= spent + cost <= budget
                 spent += np.where(row, cost, 0.0)
@@ -298,4 +304,5 @@ class PrivacyFilter(Mechanism):
 
 def _release_costs(ledger: Ledger) -> Float[np.ndarray, "#T"]:
     """Return the inverse square multipliers of released numbers, or 0 if there are none."""
+    # Without a release the noise counts as infinite, whose inverse square is 0.
     return np.asarray(ledger.notes.get("release_noise", [math.inf]), np.float64) ** -2.0

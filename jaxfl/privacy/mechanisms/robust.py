@@ -69,6 +69,7 @@ class Robust(Mechanism):
     ) -> Contribution:
         """Return the clipped update as `row`, and an empty tree for the sum."""
         contribution = super().contribute(key, memory, client, sent, norm)
+        # Nothing joins the sum, so the norm of what joins it is 0.
         return Contribution((), jnp.zeros(()), row=contribution.update)
 
     def aggregate(
@@ -77,7 +78,9 @@ class Robust(Mechanism):
         """Return the combined rows, or zeros without participants, a std of 0, and the memory."""
         del key, mesh
         count = jnp.sum(cohort.sampled)
+        # Rows of participants come first (`Total.rows`).
         present = jnp.arange(len(jax.tree.leaves(total.rows)[0])) < count
+        # `combine` runs in rounds without participants too, and must not divide by 0.
         combined = self.combine(total.rows, present, jnp.maximum(count, 1))
         aggregate = jax.tree.map(lambda leaf: jnp.where(count > 0, leaf, 0.0), combined)
         return aggregate, jnp.zeros(()), memory
@@ -199,6 +202,7 @@ class Krum(Robust):
         distances = jax.lax.map(distances_to, flat)
         other = present[None] & ~jnp.eye(len(flat), dtype=bool)
         nearest = jnp.sort(jnp.where(other, distances, jnp.inf), axis=1)
+        # Distances ascend, so the first n - f - 2 columns are those of the nearest others.
         counted = (jnp.arange(len(flat)) < jnp.maximum(count - self.byzantine - 2, 1))[None]
         score = jnp.sum(jnp.where(counted & jnp.isfinite(nearest), nearest, 0.0), axis=1)
         # Ranks are distinct, so equal scores let in no more than `keep` updates.

@@ -167,6 +167,7 @@ class Skellam(Mechanism):
         del key, update
         least = self.fewest_shares(clients)
         self._check_modulus(clients)
+        # A fraction keeps the arithmetic of the distribution that of whole numbers.
         thresholds = skellam_thresholds(fractions.Fraction(self.steps**2, least))
         return Shares(jnp.asarray(thresholds), jnp.float32(least))
 
@@ -213,6 +214,7 @@ class Skellam(Mechanism):
         self, key: Key[Array, "*S"], memory: Shares, cohort: Cohort, total: Total, mesh: Mesh
     ) -> tuple[Tree, Float[Array, ""], Shares]:
         """Return the decoded sum over the denominator, a std of 0, and the memory."""
+        # The sum has wrapped at 2^32 already, which changes nothing modulo 2^bits.
         modular = total._replace(update=wrapped(total.update, self.bits))
         return super().aggregate(key, memory, cohort, modular, mesh)
 
@@ -240,6 +242,7 @@ class Skellam(Mechanism):
         # Nobody is exposed in a round without participants.
         floor = np.where(shares > 0, level**2 * shares / self.fewest_shares(clients), math.inf)
         row = np.zeros((len(floor), 1))
+        # The floor holds all shares, so clients count as adding nothing to it.
         noise = SumNoise(
             clients, row, row + 1, floor, floor[:, None], False, replaced, observer == "client"
         )
@@ -316,7 +319,9 @@ class Skellam(Mechanism):
         if self._log_wraps(clients, longest, self.bits) <= _WRAPS:
             return
         fit = [bits for bits in range(8, 33) if self._log_wraps(clients, longest, bits) <= _WRAPS]
-        remedy = f"Give bits={fit[0]}, or fewer steps." if fit else "Give fewer steps."
+        remedy = "Give fewer steps."
+        if fit:
+            remedy = f"Give bits={fit[0]}, or fewer steps."
         most = self.sampling.most(clients)
         raise ValueError(
             f"bits must hold sums of {most} participants, each of whom moves a coordinate by up to "
@@ -333,15 +338,18 @@ class Skellam(Mechanism):
             bits: Bits of the modulus.
         """
         most = self.sampling.most(clients)
+        # Updates alone may take `most * longest` steps, and the noise has the rest of the range.
         room = 2 ** (bits - 1) - 1 - most * longest
         if room <= 0:
             return 0.0
         variance = most * self.steps**2 / self.fewest_shares(clients)
+        # The noise may leave the range at either end.
         return min(0.0, math.log(2) + skellam_tail(room, variance))
 
 
 def _share(key: Key[Array, "*S"], memory: Shares, client: Participant, update: Tree) -> Tree:
     """Return a client's share of the noise, in whole steps."""
+    # Zeros of int32 keep the share in whole steps, whatever the dtype of the update.
     flat, unravel = ravel_pytree(
         jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.int32), update)
     )

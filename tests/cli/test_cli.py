@@ -437,7 +437,7 @@ def test_errors_in_the_shell_are_one_line(tmp_path):
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("error: data_dir=")
+    assert done.stderr.startswith("error: data_dir must hold a prepared copy of")
     assert "Traceback" not in done.stderr
 
 

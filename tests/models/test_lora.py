@@ -285,7 +285,7 @@ def test_a_folder_keeps_adapters_only_and_knows_the_base(tmp_path):
 def test_a_sweep_trains_adapters_as_single_runs_do():
     build = functools.partial(dp_fedavg, SMALL, noise_multiplier=0.0, sampling=Poisson(0.6))
     options = {"rounds": 2, "progress": False, "devices": jax.devices()[:1]}
-    points = sweep(KEY, build, {"clip": [0.1, 0.4]}, small_clients(), **options)
+    points = sweep(KEY, build, {"clip": [0.1, 0.4]}, small_clients(), paired_noise=True, **options)
     alone = simulate(KEY, build(clip=0.4), small_clients(), **options)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
     jax.tree.map(close, jax.device_get(points[1].server), jax.device_get(alone.server))

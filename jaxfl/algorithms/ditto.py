@@ -90,7 +90,7 @@ def ditto(
         if nonzero(penalty_weight):
             pull = functools.partial(proximal, center=server.params, mu=penalty_weight)
         trained, _ = personal.train(key, model, client, data, penalty=pull)
-        # The message is that of w alone, so v costs no privacy of the sums.
+        # The message is that of w alone, so the training of v costs no privacy.
         return message, trained, info
 
     return keeps_models(base, "ditto", client_update)

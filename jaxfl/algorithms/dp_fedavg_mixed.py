@@ -116,7 +116,7 @@ def dp_fedavg_mixed(
     elif smoothing is not None:
         adapted = prior_corrected(private, smoothing=smoothing)
     personal = adapted
-    # Fine-tuning wraps the map, so that the shared model trains through it.
+    # Fine-tuning wraps the map or the correction, so that the shared model trains through it.
     if tuning is not None:
         personal = fine_tuned(adapted, local=tuning)
     # The mixture comes last, because each of its folds repeats all of this without some examples.

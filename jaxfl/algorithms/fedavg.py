@@ -360,11 +360,11 @@ def sends_weights(method: Algorithm) -> Algorithm:
 
     def client_update(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> tuple:
         message, client, info = method.client_update(key, server, client, data)
-        # The weights are the broadcast plus the update that the method would send.
+        # The engine clips what is sent, which is the full weights and not their change.
         return Message(optax.tree.add(server.params, message.update)), client, info
 
     def server_update(server: Server, aggregate: Params) -> Server:
-        # A mean of weights is the next model itself.
+        # A server optimizer takes an aggregate as a change of weights, so it has no use here.
         return server._replace(params=aggregate)
 
     return method._replace(

@@ -248,7 +248,7 @@ def _paper_rule(
     at rate :math:`q B / n`.
     """
     steps = max(1, int(rate * rounds * epochs * examples / batch_size))
-    # A batch may have more examples than there are, and a rate must not exceed 1.
+    # A batch size may exceed the number of examples, but a rate must not exceed 1.
     return steps, Poisson(min(1.0, rate * batch_size / examples))
 
 

@@ -129,7 +129,7 @@ def fedrep(
     def client_update(
         key: Key[Array, ""], server: Server, client: Params, data: ClientData
     ) -> tuple:
-        # The client fits its head first, and then trains the extractor through it.
+        # The head and the extractor have keys of their own, so their draws are independent.
         first, second = jax.random.split(key)
         fitted = fit(first, server, client, data, head)
         personal = parts.personal(server.params, fitted)

@@ -154,7 +154,7 @@ def mixed(
         carry = (*unfitted, jnp.zeros(len(weights)))
         # A loop holds the program of training once, and not once for each fold.
         own, shared, losses = lax.fori_loop(0, folds + 1, leave_out, carry)
-        # `argmin` would return a NaN, so NaN counts as infinite.
+        # `argmin` would choose a NaN, so NaN counts as infinite.
         best = jnp.argmin(jnp.where(jnp.isnan(losses), jnp.inf, losses))
         return {**shared, _MIXTURE: Mixture(own, jnp.asarray(weights)[best])}
 

@@ -406,8 +406,8 @@ def _primitives(program: core.Jaxpr) -> Iterator[str]:
 
 def _clipped(x: Float[Array, "B F"], radius: Number) -> Float[Array, "B F"]:
     """Return the rows of x, of which those longer than `radius` are scaled down to it."""
-    # A row of zeros stays zero, because the divisor is above 0.
     norm = jnp.linalg.norm(x, axis=1, keepdims=True)
+    # A row of zeros stays zero, because the divisor is above 0.
     return x * jnp.minimum(1, radius / jnp.maximum(norm, 1e-30))
 
 

@@ -300,7 +300,7 @@ def impact_table(impacts: Impacts, rounds: int) -> Float[np.ndarray, "..."]:
             f"impacts must have 1 or {rounds} rows, got {len(rows)} in {show(table)}. Give one row "
             "for all rounds, or one row for each round."
         )
-    # Decimal fractions rarely add up to 1 exactly, so a small error is allowed.
+    # Sums of floats are rounded, so a small error is allowed.
     totals = rows.sum(axis=1)
     worst = np.argmax(np.abs(totals - 1))
     if np.abs(totals[worst] - 1) > 1e-6:
@@ -387,7 +387,7 @@ def convergence_bound(
     descent = -(1 - gamma * dissimilarity) / mu
     quadratic = descent + smoothness * reach / mu + smoothness * reach**2 / 2
     linear = 1 + smoothness * reach
-    moves = np.zeros(len(noise))
+    moves = np.zeros(())
     if changes is not None:
         moves = np.asarray(changes)
     # The mean norm of d numbers is at most the root of their mean squared norm.
@@ -395,7 +395,7 @@ def convergence_bound(
     by_noise = linear * gradient * norm + smoothness / 2 * norm**2
     # A change of p moves the objective and its minimum, each by at most half of this term.
     added = by_noise + spread * moves + max(quadratic, 0) * gradient**2
-    # If lambda_2 is positive, it adds to the gap above, and nothing contracts.
+    # A positive lambda_2 is part of `added`, and does not contract the gap.
     contraction = max(0.0, 1 + 2 * convexity * min(quadratic, 0))
     bound = [gap]
     for term in added:

@@ -126,7 +126,7 @@ def pmtl(
             first = client
         params, info = local.train(key, model, first, data, penalty=pull)
         origin = server.params
-        # A difference also sends how far the client's own start was from the broadcast.
+        # A step leaves out how far the client's own start was from the broadcast.
         if send == "step":
             origin = first
         sent = params

@@ -118,7 +118,7 @@ def scaffold(
 
         params, info = local.train(key, model, server.params, data, gradient=corrected)
         update = optax.tree.sub(params, server.params)
-        # K follows from the client's number of examples, so training reports it.
+        # K may depend on the client's number of examples, so training reports the steps.
         steps = info["steps"]
         length = learning_rate * jnp.maximum(steps, 1)
 

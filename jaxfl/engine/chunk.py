@@ -46,12 +46,12 @@ Build = Callable[[int], functools.partial]
 """
 
 
-def nothing() -> None:
-    """Do nothing while a program compiles."""
+def nothing(chunk: int) -> None:
+    """Do nothing while the program of a chunk compiles."""
 
 
 def compile_chunk(
-    build: Build, chunk: int, arguments: tuple, meanwhile: Callable[[], None] = nothing
+    build: Build, chunk: int, arguments: tuple, meanwhile: Callable[[int], None] = nothing
 ) -> Program:
     """Return the compiled program of a chunk for the shapes of a call's arguments.
 
@@ -59,7 +59,7 @@ def compile_chunk(
         build: Function that makes the program of a chunk.
         chunk: Number of clients vectorised at a time.
         arguments: Arguments of a call.
-        meanwhile: Function to call while XLA compiles. It is not called if the program is cached.
+        meanwhile: Function of the chunk to call while XLA compiles. A cached program makes no call.
     """
     step = build(chunk)
     program: Any = step.func
@@ -71,7 +71,7 @@ def compile_chunk(
         # whose flags another thread would not have.
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             compiled = pool.submit(lowered.compile)
-            meanwhile()
+            meanwhile(chunk)
             return compiled.result()
 
     compiled = remembered(("compiled", Same(program), key_of_arrays(inputs)), compile_)
@@ -88,7 +88,7 @@ def choose(
     arguments: tuple,
     mesh: Mesh,
     facts: tuple[str, ...],
-    meanwhile: Callable[[], None],
+    meanwhile: Callable[[int], None],
 ) -> Program:
     """Return the program of the given chunk by `fitting`, or for "auto" that of `fastest`.
 
@@ -106,7 +106,7 @@ def fitting(
     arguments: tuple,
     *,
     call: bool = True,
-    meanwhile: Callable[[], None] = nothing,
+    meanwhile: Callable[[int], None] = nothing,
 ) -> Program:
     """Return the program for a chunk, which is halved until the program fits in memory.
 
@@ -118,7 +118,7 @@ def fitting(
             fails donates its arguments. The copies take memory in addition to the state. A chunk of
             1 is not called. False is for absent devices, and relies on the compiler's memory
             estimate.
-        meanwhile: Function to call while XLA compiles.
+        meanwhile: Function of the chunk to call while XLA compiles.
     """
 
     def attempted(chunk: int) -> Program:
@@ -162,7 +162,7 @@ def fastest(
     name = hashlib.sha256(identity.encode()).hexdigest()[:16]
     known = _recall_chunk(name)
     # The choice counts if all processes have cached the same one.
-    # The least number is the negative of the largest negative number.
+    # The negative of the largest negated number is the least number of all processes.
     most_known, least_known = processes.maximum(known or 0, -(known or 0))
     if known and most_known == -least_known:
         program = fitting(build, known, arguments)
@@ -224,7 +224,7 @@ def _tried(
     chunk: int,
     arguments: tuple,
     calls: int,
-    meanwhile: Callable[[], None] = nothing,
+    meanwhile: Callable[[int], None] = nothing,
 ) -> tuple[Program, float]:
     """Return a program, and the seconds of the last of `calls` calls on copies of the state.
 

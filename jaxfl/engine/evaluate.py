@@ -153,7 +153,7 @@ def _scores(
         positions = (block_index * per_block * batch + jnp.arange(per_block * batch)).reshape(shape)
         real = positions < size
         places = jnp.where(real, clients.test.start[slot] + positions, 0)
-        # Padding reads row 0, because the rows behind the client's own belong to other clients.
+        # Padding reads row 0. Places behind the client's own hold other clients' rows, or none.
         rows = jnp.where(real, clients.test.flat[places], 0)
         return clients.inputs[rows], clients.labels[rows], real
 

@@ -49,16 +49,18 @@ class Engine(Protocol):
         """
         ...
 
-    def compile(self, facts: tuple[str, ...], meanwhile: Callable[[], None] = nothing) -> Program:
+    def compile(
+        self, facts: tuple[str, ...], meanwhile: Callable[[int], None] = nothing
+    ) -> Program:
         """Choose the chunk, and compile the program of rounds for it.
 
         Args:
             facts: Everything that a cached choice depends on in addition to shapes and devices.
-            meanwhile: Function to call while XLA compiles, unless the chunk is measured.
+            meanwhile: Function of the chunk to call while XLA compiles, unless it is measured.
         """
         ...
 
-    def prepare_evaluation(self, key: Key[Array, "*P"]) -> None:
+    def prepare_evaluation(self, key: Key[Array, "*P"], chunk: int) -> None:
         """Compile the program of evaluations with such a key before the first one, if possible."""
         ...
 

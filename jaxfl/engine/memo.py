@@ -89,7 +89,7 @@ def remembered(key: tuple[Hashable, ...], make: Callable[[], T]) -> T:
     # Threads compile programs side by side, so none holds the lock meanwhile.
     value = make()
     with _LOCK:
-        # Two threads may make a value for one key, of which the last one stays.
+        # Two threads may make a value for the same key. The later value replaces the earlier one.
         _KEPT[key_with_flags] = value
         while len(_KEPT) > _MOST_PROGRAMS:
             # The first entry is the one that was not used for the longest time.

@@ -157,7 +157,7 @@ def capacities_of(sizes: Int[np.ndarray, "C"]) -> tuple[int, ...]:
         return float(positions + overhead + training)
 
     while found[-1] > _SMALL_CLIENT and len(found) < _MOST_CAPACITIES and candidates:
-        # Each pass adds the capacity that saves the most work.
+        # Each pass tries the one further capacity that saves the most work.
         finer = min((tuple(sorted({*found, size})) for size in candidates), key=work)
         if 3 * work(finer) > 2 * work(found):
             break

@@ -73,7 +73,7 @@ def agree(facts: Mapping[str, str]) -> None:
     """
     client = distributed.global_state.client
     process = distributed.global_state.process_id
-    # A single process has no client of JAX's coordination service.
+    # Only a single process can run without a client of JAX's coordination service.
     if client is None:
         return
     # A key can be set only once, so each call has keys of its own.

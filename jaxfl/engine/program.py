@@ -149,7 +149,7 @@ def _shardings(
 ) -> tuple[NamedSharding, NamedSharding]:
     """Return the shardings of arrays that every process reads, and of client states."""
     by_client = P("clients")
-    # The points of a sweep come first. Every device holds all of them.
+    # The states of a sweep have a leading axis of points, and every device holds all points.
     if isinstance(algorithm, Points):
         by_client = P(None, "clients")
     return NamedSharding(population.mesh, P()), NamedSharding(population.mesh, by_client)
@@ -175,7 +175,7 @@ def over_points(work: Callable[..., Tree], algorithm: Algorithm | Points) -> Cal
             ) from error
         return work(built, *arguments)
 
-    # The map traces the method once for all points, so its values are tracers then.
+    # `lax.map` takes arrays only. The values that it gives to the method are tracers.
     values = {name: jnp.asarray(column, jnp.float32) for name, column in algorithm.values.items()}
     return lambda *arguments: lax.map(of_point, (values, arguments), batch_size=algorithm.batch)
 

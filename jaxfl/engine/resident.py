@@ -96,9 +96,11 @@ class Resident(Engine):
         )
 
     @override
-    def compile(self, facts: tuple[str, ...], meanwhile: Callable[[], None] = nothing) -> Program:
+    def compile(
+        self, facts: tuple[str, ...], meanwhile: Callable[[int], None] = nothing
+    ) -> Program:
         mesh = self.population.mesh
-        # Lanes beyond a device's clients or its usual participants would stay empty.
+        # Lanes beyond a device's clients or its usual participants would mostly stay empty.
         most = min(
             self.population.num_slots // mesh.size,
             useful_lanes(first_of(self.algorithm).mechanism.sampling, self.population),
@@ -110,13 +112,12 @@ class Resident(Engine):
         return self.program
 
     @override
-    def prepare_evaluation(self, key: Key[Array, "*P"]) -> None:
-        assert self.chunk != "auto"
+    def prepare_evaluation(self, key: Key[Array, "*P"], chunk: int) -> None:
         arguments = self._evaluation_arguments(key, 0)
         # If memory does not suffice, the first evaluation meets the error again, and halves the
-        # chunk. Otherwise it finds the program in JAX's cache.
+        # chunk. Otherwise an evaluation with this chunk finds the program in JAX's cache.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            score: Any = self._score(self.chunk)
+            score: Any = self._score(chunk)
             score.func.lower(*score.args, *arguments, **score.keywords).compile()
 
     @override

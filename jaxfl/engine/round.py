@@ -305,7 +305,7 @@ def _slots(algorithm: Algorithm, cohort: Cohort, ids: Int[Array, "S"], center: C
 
     numbers = cohort.numbers
     sampled = cohort.sampled.at[ids].get(mode="fill", fill_value=False)
-    # Ranks count all clients' participants, so they depend neither on devices nor on blocks.
+    # Ranks count participants among all clients, so they depend neither on devices nor on blocks.
     rank = at(jnp.cumsum(cohort.sampled) - 1)
     weights = at(numbers.weights)
     return _Slots(
@@ -420,7 +420,7 @@ def useful_lanes(sampling: Sampling, population: Population) -> int:
     """
     devices = population.mesh.size
     lanes = sampling.expected(population.num_clients) / devices
-    # Chance decides how a fixed cohort is divided among several devices.
+    # The number of participants may also vary by device, even if the cohort's size is fixed.
     if not sampling.fixed or devices > 1:
         lanes += 2 * math.sqrt(lanes)
     return max(1, math.ceil(lanes))

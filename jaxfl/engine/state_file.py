@@ -100,7 +100,7 @@ class Store:
         """
         # The last checkpoint may need the row in the other place.
         side = 1 - self.kept[ids]
-        # The zeros also fill the gaps of alignment, so equal states have equal checksums.
+        # The zeros fill the gaps of alignment, so equal states have equal checksums.
         new = np.zeros(len(ids), self._row)
         for name, leaf in zip(self._row.names or (), jax.tree.leaves(rows), strict=True):
             new[name] = leaf
@@ -206,10 +206,11 @@ class Store:
         """Set `bytes` to these rows, and `files` to views of them as a tree [2, C, ...]."""
         self.bytes = rows
         names = self._row.names or ()
-        fields = np.zeros(rows.shape[:2], self._row)
-        # NumPy cannot view bytes as rows of 0 bytes.
         if self._row.itemsize:
             fields = rows.view(self._row)[..., 0]
+        else:
+            # NumPy cannot view bytes as rows of 0 bytes, but an array of such rows takes no memory.
+            fields = np.zeros(rows.shape[:2], self._row)
         self.files = jax.tree.unflatten(self._structure, [fields[name] for name in names])
 
     def _parts(self, ids: Int[np.ndarray, "S"]) -> list[Int[np.ndarray, "_"]]:
@@ -226,8 +227,9 @@ class Store:
         # The folder may not exist yet, but its disk is that of a folder above it.
         there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
         free = shutil.disk_usage(there).free
-        if path.exists():
-            # The new file replaces this one. It is sparse, so its blocks count and not its size.
+        if self.folder and path.exists():
+            # The new file replaces this one, which is sparse, so its blocks count and not its size.
+            # Without a folder, the new file is in a temporary folder of its own.
             free += path.stat().st_blocks * 512
         if needed > free:
             raise ValueError(

@@ -280,7 +280,7 @@ class Stream(Engine):
         # A row number takes 4 bytes on a device.
         bytes_per_client = self.store.bytes_per_client + 4 * rows_per_client
         usual = algorithm.mechanism.sampling.usual_cohort(self.population.num_clients)
-        # A block has room for a chunk on each device.
+        # The limit on a block's clients leaves room for a chunk on each device.
         least = mesh.size
         if chunk != "auto":
             least *= chunk
@@ -318,7 +318,9 @@ class Stream(Engine):
         return self._record
 
     @override
-    def compile(self, facts: tuple[str, ...], meanwhile: Callable[[], None] = nothing) -> Program:
+    def compile(
+        self, facts: tuple[str, ...], meanwhile: Callable[[int], None] = nothing
+    ) -> Program:
         """Choose the chunk, and compile the program of rounds for it.
 
         A run that is not restored from a checkpoint first writes the initial states.
@@ -347,7 +349,7 @@ class Stream(Engine):
         return self.program
 
     @override
-    def prepare_evaluation(self, key: Key[Array, ""]) -> None:
+    def prepare_evaluation(self, key: Key[Array, ""], chunk: int) -> None:
         """Do nothing, because only an evaluation loads the clients that its program reads."""
 
     @override
@@ -386,7 +388,7 @@ class Stream(Engine):
         for block in self._blocks(start, count):
             # The devices still compute the previous block.
             ids, clients, states = self._load(block.ids)
-            # The host does not have the new states of clients that the previous block left.
+            # The previous block's new states are on the devices only, and not in the store yet.
             if before is not None:
                 states = self._renew(block.ids, states, *before[:2])
             # A transfer here would slow every block without any sign, so JAX raises an error.

@@ -190,12 +190,12 @@ class Loop:
             self.program = self.engine.compile(names, self._prepare)
         return self.program
 
-    def _prepare(self) -> None:
-        """Compile and import what is needed after the first rounds."""
+    def _prepare(self, chunk: int) -> None:
+        """Compile and import what is needed after the first rounds of a chunk's program."""
         # Compilers of several processes may talk to one another, in an order that all must share.
         if jax.process_count() == 1:
             with scores_may_be_undefined():
-                self.engine.prepare_evaluation(self._evaluation_keys())
+                self.engine.prepare_evaluation(self._evaluation_keys(), chunk)
         if any(journal.pictures for journal in self.journals):
             plots.import_matplotlib()
 

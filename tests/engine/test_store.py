@@ -1,4 +1,5 @@
 import os
+import shutil
 
 import jax
 import numpy as np
@@ -93,3 +94,20 @@ def test_states_without_numbers_need_no_file(states, tmp_path):
     store.restore(**store.saved())
     assert jax.tree.structure(store.states()) == jax.tree.structure(states)
     assert not (tmp_path / "none" / "rows.bin").exists()
+
+
+def test_only_a_file_that_is_replaced_counts_as_free_space(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 10))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    like = jax.ShapeDtypeStruct((100, 10), np.float32)
+    (tmp_path / "rows.bin").write_bytes(bytes(10_000))
+    Store(tmp_path, like, 100)
+    with pytest.raises(ValueError, match="folder must have"):
+        Store(None, like, 100)
+
+
+def test_rows_on_disk_take_no_memory_before_they_are_made(monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 1 << 62))
+    like = jax.ShapeDtypeStruct((10**7, 10**4), np.float32)
+    store = Store(None, like, 10**7)
+    assert store.bytes_per_client == 40_000

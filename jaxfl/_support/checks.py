@@ -294,7 +294,7 @@ def check_numbers(
     array = check_array(name, value)
     if array.dtype.kind in "iuf" and array.ndim in axes and array.size:
         floats = array.astype(np.float64)
-        # NaN is false in both comparisons, so only the first case has to look for it.
+        # Comparisons with NaN are false, so only the first case has to look for NaN.
         if negative:
             inside = ~np.isnan(floats)
         elif zero:

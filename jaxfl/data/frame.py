@@ -445,7 +445,7 @@ def _read_column(where: str, column: Any) -> _Column:
         )
     if values.dtype.kind in "biuf":
         kinds: dict[str, Any] = {"b": "flag", "f": "number"}
-        # Floats can hold NaN where the column has a gap.
+        # Of these kinds, only floats have gaps, and `_Column` holds all numbers as floats.
         floats = values.astype(np.float64)
         column = _Column(kinds.get(values.dtype.kind, "whole number"), floats, np.isnan(floats))
     else:

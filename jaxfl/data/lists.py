@@ -104,8 +104,8 @@ def from_lists(
 
     Raises:
         ValueError: Numbers of users, lists and labels differ. A token is not a whole number of at
-            least 0, or is a str without `vocabulary`. A vocabulary has a token twice. No list makes
-            an example.
+            least 0, is a str without `vocabulary`, or is a number above the size of `vocabulary`. A
+            vocabulary has a token twice. No list makes an example.
         TypeError: An argument has the wrong type.
 
     Example:
@@ -122,7 +122,7 @@ def from_lists(
                 f"{argument} must have one entry for each of the {len(users)} users, got "
                 f"{len(entries)} in {show(entries)}. Give a user for each list."
             )
-    # The decorator has made a dict of the vocabulary, with the number of each token.
+    # The decorator has made a dict of a given vocabulary, with the number of each token.
     known: Any = vocabulary
     numbers = [_numbers_of(f"tokens[{i}]", text, known) for i, text in enumerate(tokens)]
     if labels is None:
@@ -166,8 +166,8 @@ def _numbers_of(
         for token in text:
             if not isinstance(token, str):
                 raise ValueError(
-                    f"{where} must be a text or a list of words if there is a vocabulary, got "
-                    f"{show(token)} in it. Write every token as a text."
+                    f"{where} must be a text, or a list of words alone, got {show(token)} in it. "
+                    "Write every token as a text."
                 )
         return np.array([vocabulary.get(token, UNKNOWN) for token in text], np.int32)
     array = check_array(where, text)
@@ -177,6 +177,11 @@ def _numbers_of(
         raise ValueError(
             f"{where} must be a list of whole numbers from 0, got {show(text)}. "
             "Number the tokens from 0."
+        )
+    if vocabulary is not None and array.max(initial=0) > len(vocabulary):
+        raise ValueError(
+            f"{where} must be numbers up to {len(vocabulary)}, the size of the vocabulary, got "
+            f"{array.max()}. Leave out `vocabulary`, or give words."
         )
     return array.astype(np.int32)
 

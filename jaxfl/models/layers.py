@@ -305,7 +305,7 @@ class FirstAxisDense(nn.Module):
     """
 
     features: int
-    # `jaxfl.models.lora` reads the axis of a layer's inputs, as of Flax's own layers.
+    # `jaxfl.models.lora` reads the axis of the inputs under the name that `nn.DenseGeneral` has.
     axis = 0
 
     @nn.compact

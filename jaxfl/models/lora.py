@@ -233,9 +233,12 @@ def _adapted_layers(
                 f"{where!r}. Choose from {names}."
             )
     if not chosen:
+        remedy = "Give a network that has dense layers as its parts."
+        if train:
+            remedy = "Name fewer layers in `train`, such as train=()."
         raise ValueError(
             f"model must have a dense layer to adapt, got model={model.name!r} with "
-            f"train={train!r} and where={where!r}. Name fewer layers in `train`, such as train=()."
+            f"train={train!r} and where={where!r}. {remedy}"
         )
     return chosen
 
@@ -266,7 +269,8 @@ def _kernels(model: Model, params: Params) -> dict[Path, _Kernel]:
             outputs = y.shape[:1]
         own = functools.reduce(lambda tree, name: tree.get(name, {}), module.path, params)
         kernel = own.get("kernel")
-        # A module that another one calls may have its parameters elsewhere.
+        # A network of a single layer has no path, and `params` may lack the parameters of a module
+        # that another one calls by `apply`.
         if not module.path or kernel is None:
             return y
         # A kernel of another shape has axes for batches or for the iterations of a loop.

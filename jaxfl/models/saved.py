@@ -182,7 +182,7 @@ def _client_in(path: pathlib.Path, about: dict[str, Any], client: int | None) ->
         if client is not None:
             return check_count("client", client, least=0, most=about["clients"] - 1)
         expected = f"an index of a client from 0 to {about['clients'] - 1}"
-    # The number of the only client in a file may be given or left out.
+    # A file of one model needs no index, and accepts that of its client. A global model has none.
     elif client in (None, expected):
         return expected
     raise ValueError(

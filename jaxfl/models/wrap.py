@@ -181,9 +181,9 @@ def from_nnx(
             )
         return instance
 
-    # The structure is enough here, because a run draws the parameters.
     instance: Any = module
     if not isinstance(module, nnx.Module):
+        # Only the structure is read here, because `variables` draws the parameters of each key.
         instance = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
     graph, own, rest = nnx.split(instance, nnx.Param, ...)
     shapes = [

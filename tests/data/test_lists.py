@@ -73,7 +73,12 @@ def test_users_become_clients_of_a_language_model():
         (
             [["a", []]],
             {"vocabulary": "abc"},
-            "tokens[0] must be a text or a list of words if there is a vocabulary, got [] in it",
+            "tokens[0] must be a text, or a list of words alone, got [] in it",
+        ),
+        (
+            [[5, 6, 7]],
+            {"vocabulary": "ab"},
+            "tokens[0] must be numbers up to 2, the size of the vocabulary, got 7",
         ),
         ([[1.5]], {}, "tokens[0] must be a list of whole numbers from 0, got [1.5]"),
         ([[1], [2]], {}, "tokens must have one entry for each of the 1 users, got 2"),

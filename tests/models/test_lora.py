@@ -301,6 +301,10 @@ def test_the_precision_of_a_base_is_that_of_its_adapters():
         with_precision(frozen(BASE, WEIGHTS), "bfloat16")
 
 
+ONE_LAYER = from_flax(nn.Dense(3), (4,))
+"""A network that is a dense layer itself, whose weights have no name of a layer."""
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -315,6 +319,10 @@ def test_the_precision_of_a_base_is_that_of_its_adapters():
         (
             lambda: lora(BASE, WEIGHTS, rank=2, train=BASE.layers),
             "must have a dense layer to adapt",
+        ),
+        (
+            lambda: lora(ONE_LAYER, ONE_LAYER.init(KEY), rank=2, train=()),
+            r"with train=\(\) and where=None. Give a network that has dense layers as its parts",
         ),
         (
             lambda: lora(BASE, {"head": WEIGHTS["head"]}, rank=2),

@@ -113,7 +113,7 @@ def _backward_rule(
 ) -> tuple[Array | None, Array, Array]:
     x, kernel, patches, weights, route = residuals
     plan = _plan(x, kernel, options)
-    # From here on, gradients are those before ReLU.
+    # `d_bias` is the gradient of the maps before ReLU. Its sums over the maps come at the end.
     if options.pool:
         # Without ReLU, every window has a place that gets its gradient.
         d_bias = jnp.where(route < _NOBODY, dy, 0)
@@ -201,7 +201,7 @@ def _plan(x: Array, kernel: Array, options: ConvolutionOptions) -> _Plan:
     rows = 1
     if options.filtered and (size == 5 or (size == 3 and channels >= 8)):
         rows = 4
-        # A last tile beyond the maps is wasted, which 5 rows may avoid where 4 do not.
+        # Here 4 rows would waste a part of the last tile, and tiles of 5 rows are all full.
         if high % 5 == 0 and high % 4:
             rows = 5
     return _Plan(high, wide, -(-high // rows), rows, columns, _filter(rows, size))

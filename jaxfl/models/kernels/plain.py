@@ -222,7 +222,7 @@ def window_maximum(
 def _largest_jvp(axes: tuple[int, ...], windows: tuple[Array], changes: tuple[Array]) -> tuple:
     most, place = window_maximum(windows[0], axes)
     chosen = jnp.expand_dims(place, axes) == _places(windows[0], axes)
-    # One place of each window is chosen, so the sum has a single term other than 0.
+    # One place of each window is chosen, so at most one term of the sum is not 0.
     moved = jnp.where(chosen, changes[0], 0).sum(axes)
     # JAX wants tangents of the type float0 for whole numbers, such as places.
     return (most, place), (moved, np.zeros(place.shape, jax.dtypes.float0))

@@ -246,7 +246,7 @@ def sum_pool(x: Array, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Arra
     """Return the sum of each window, without padding (see `max_pool` for the arguments)."""
     if sizes != strides:
         return functools.reduce(jnp.add, slices(x, sizes, strides, (1,) * x.ndim))
-    # A reshape gives the places of windows that do not overlap axes of their own.
+    # Windows do not overlap here, so a reshape gives their places axes of their own.
     out = [side // size for side, size in zip(x.shape, sizes, strict=True)]
     ends = [count * size for count, size in zip(out, sizes, strict=True)]
     covered = lax.slice(x, [0] * x.ndim, ends)

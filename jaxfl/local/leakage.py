@@ -161,7 +161,7 @@ def probe_risk(
     first = lax.map(probe, jnp.arange(searching))
     if probes == 1:
         return jnp.linalg.norm(first[0], axis=1)
-    # The leading direction lies in the span of few rows, so their small Gram matrix suffices.
+    # The estimate lies in the span of few rows, so their small Gram matrix suffices.
     _, eigenvectors = jnp.linalg.eigh(jnp.einsum("sbn,tbn->bst", first, first))
     # `eigh` returns eigenvalues in ascending order.
     leading = eigenvectors[:, :, -1]

@@ -76,6 +76,6 @@ def computed(
 
     shape = jax.eval_shape(block, jnp.zeros((), jnp.int32))
     positions = data.padded + -data.padded % batch
-    # Blocks of padding alone are never computed, and keep these zeros.
+    # Blocks beyond the last one that is computed keep these zeros.
     values = jnp.zeros((positions, *shape.shape[1:]), shape.dtype)
     return lax.fori_loop(0, longest(-(-data.size // batch)), put, values)

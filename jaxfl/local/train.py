@@ -325,7 +325,6 @@ def fit_head(
     features = computed(model, data, functools.partial(extract, params), batch=batch)
     positions = jnp.arange(len(features))
     _, labels = data.take(positions)
-    # Features take the place of inputs, so `prepare` has nothing left to do.
     of_features = ClientData(
         features, labels, positions[: data.padded], data.size, round=data.round
     )
@@ -341,6 +340,7 @@ def fit_head(
         head,
         of_features,
         apply=apply,
+        # `computed` has prepared the inputs that became features.
         prepare=lambda x: x,
         local=local,
         loss=model.task.mean_loss,

@@ -452,10 +452,10 @@ def _on_grid(multiplier: float, rate: float, sign: int, interval: float) -> Any:
     x = -sign * (0.5 + multiplier**2 * unsampled)
     deltas[inside] = losses.mu_upper_cdf(x) - np.exp(epsilons[inside] + losses.mu_lower_log_cdf(x))
     pmf = dp_accounting.pld.pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(
-        # Rounding may move a probability a little below 0 or above 1.
         interval,
         lowest,
         highest,
+        # Rounding may move a probability a little below 0 or above 1.
         np.clip(deltas, 0.0, 1.0),
     )
     # For a sparse one the library computes its size to the power of the rounds, which may have a
@@ -515,7 +515,7 @@ def sampled_divergences(
         )
         chance = binomial + (order - k) * math.log1p(-rate) + k * math.log(rate)
         exponent = k * (k - 1) / (2 * multiplier**2)
-        # This is log(exp(exponent) - 1), in a form that does not overflow.
+        # Terms have the factor exp(exponent) - 1, in a form whose logarithm does not overflow.
         excess = _log_sum(chance + exponent + np.log(-np.expm1(-exponent)))
         divergences[i] = np.logaddexp(0.0, excess) / (order - 1)
     return divergences
@@ -643,7 +643,7 @@ def _interval(plain: float, sampled: Levels, rate: float, repeats: int, change: 
     plain = plain / change
     levels = levels / change
     spread = counts @ (rate / levels) ** 2
-    # The spacing follows the deviation of all losses, in powers of 2.
+    # One bound on the spacing follows the deviation of all losses, rounded to a power of 2.
     total = math.sqrt(repeats * (spread + plain**-2.0))
     least = min(plain / math.sqrt(repeats), levels.min())
     longest = 10 / least + 0.5 / least**2
@@ -726,7 +726,7 @@ def balls_in_bins(
         up = scipy.special.gammaln(order + 1) - order * math.log(bins) + power[order]
         s = order - 1
         exponent = s * u + bins * transform
-        # If the integrand is not negligible at both ends of the grid, the sum lacks a part of it.
+        # If the integrand matters at either end of the grid, the sum lacks a part of it.
         if max(exponent[0], exponent[-1]) > exponent.max() - 40:
             continue
         down = (

@@ -98,7 +98,7 @@ def planned_exposure(
     tables = mechanism.client_noise_table, mechanism.weight_table, mechanism.noise_multiplier_table
     length = max(len(table) for table in tables)
     if length not in (1, rounds):
-        # This raises the error that names the table.
+        # The check raises the error that names the table.
         mechanism.check_fits(clients, rounds)
     view = mechanism.view(mechanism.planned(clients, length), "aggregate")
     # Entries that cover a turn of several rounds, or the run, need a plan of that length.

@@ -358,7 +358,7 @@ def planned_ledger(
         dp_sgd: Private local steps. None if there are none.
     """
     plan = mechanism.planned(clients, rounds)
-    # This builds the table of a `Turns`, which a plan may have in its place.
+    # A plan may have a `Turns` in place of the table, which NumPy builds here.
     plan = plan._replace(participants=np.asarray(plan.participants, bool))
     if dp_sgd is None:
         return plan

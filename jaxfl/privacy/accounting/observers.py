@@ -217,7 +217,7 @@ def shown_by(ledger: Ledger, release: Float[np.ndarray, "#T"] | float, theorem: 
         # One row serves, which saves a table of rounds by perhaps a million clients.
         exposed = np.where(present.any(axis=0), 0.0, math.inf)
         return plain_view(exposed[None], theorem, OPEN_UPLOADS)
-    # An upload without noise costs infinitely much, and has the multiplier 0.
+    # A cost of 0 gives the multiplier infinity, and an infinite one, without noise, gives 0.
     with np.errstate(divide="ignore"):
         multiplier = np.where(present, upload_costs(ledger, release) ** -0.5, math.inf)
     return plain_view(multiplier, theorem, OPEN_UPLOADS)

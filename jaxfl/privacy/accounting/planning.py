@@ -265,11 +265,11 @@ def plan(
             f"separation must be at most {clients // cohort}, as often as cohorts of {cohort} fit "
             f"in {clients} clients, got {separation}. Give a smaller separation or cohort."
         )
-    # All rounds together have this many participations per client, on average.
-    needed = -(-rounds * cohort // clients)
-    if participations is not None and participations < needed:
+    # A client takes part so often on average, rounded up.
+    average = -(-rounds * cohort // clients)
+    if participations is not None and participations < average:
         raise ValueError(
-            f"participations must be at least {needed}, because {rounds} rounds of {cohort} of "
+            f"participations must be at least {average}, because {rounds} rounds of {cohort} of "
             f"{clients} clients need as many on average, got {participations}. "
             "Give a larger limit, a smaller cohort or fewer rounds."
         )

@@ -445,16 +445,17 @@ def check_folder(name: str, value: Any) -> Any:
     """
     path = pathlib.Path(check_path(name, value))
     try:
-        files = [own for own in (path, *path.parents) if own.exists() and not own.is_dir()]
+        above = (path, *path.parents)
+        file = next((own for own in above if own.exists() and not own.is_dir()), None)
     except OSError as error:
         # Looking up a path may fail, for instance if a name is too long or a folder is closed.
         raise ValueError(
             f"{name} must be the path of a folder, got {show(value)} ({error.strerror}). "
             "Choose another folder."
         ) from None
-    if files:
+    if file is not None:
         raise ValueError(
-            f"{name} must be the path of a folder, got {show(value)}, where {str(files[0])!r} is a "
+            f"{name} must be the path of a folder, got {show(value)}, where {str(file)!r} is a "
             "file. Choose another folder."
         )
     return value

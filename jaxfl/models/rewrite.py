@@ -421,7 +421,9 @@ def _pool_in_order(value: _Value, equation: Any) -> _Value:
     if equation.primitive.name == "reduce_window_max":
         pool = windows.max_pool
         neutral = -math.inf
-    x = lax.pad(x, jnp.array(neutral, x.dtype), [(*ends, 0) for ends in padding])
+    # `lax.pad` could also pad between the elements of an axis.
+    edges = [(low, high, 0) for low, high in padding]
+    x = lax.pad(x, jnp.array(neutral, x.dtype), edges)
     return _Moved(pool(x, sizes, strides), order)
 
 

@@ -21,7 +21,7 @@ from jaxfl.privacy.dropouts import with_dropouts
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.run.bars import SharedBar
 from jaxfl.run.candidates import Candidate, is_json_value, texts_of
-from jaxfl.run.check import check_algorithm, check_evaluation, check_mechanism
+from jaxfl.run.check import check_algorithm, check_evaluation, check_mechanism, state_shapes
 from jaxfl.run.evaluate import scores_of
 from jaxfl.run.recorder import Result
 from jaxfl.run.simulate import names_of_points, noisy, sweep
@@ -198,7 +198,7 @@ class CandidateRuns:
             "clients": clients,
             "rounds": self.rounds,
             "mechanism": with_dropouts(self.algorithm.mechanism, availability),
-            "stateful": any(self.states(clients, index) for index in range(self.method.num_points)),
+            "stateful": any(state_shapes(one, clients) for one in self.algorithms),
             "delta": delta,
         }
 
@@ -260,16 +260,6 @@ class CandidateRuns:
             scored.append((result, folder))
         return scored
 
-    def states(self, clients: int, index: int = 0) -> list[jax.ShapeDtypeStruct]:
-        """Return the shapes of a point's client states, as a list, empty if clients keep none.
-
-        Args:
-            clients: Number of clients.
-            index: Index of the point.
-        """
-        _, states = jax.eval_shape(lambda: self.algorithms[index].init(key_of(0), clients))
-        return jax.tree.leaves(states)
-
     def groups(self, points: Sequence[PointToRun]) -> dict[str, list[int]]:
         """Return the positions in `points` that share a program, by a text of its fixed arguments.
 
@@ -316,7 +306,7 @@ class CandidateRuns:
         results: list[tuple[Result | None, str]] = [(None, "")] * len(points)
         for text, group in self.groups(points).items():
             first = points[group[0]]
-            states = self.states(clients.num_clients, first.index)
+            states = state_shapes(self.algorithms[first.index], clients.num_clients)
             size = sum(leaf.size * leaf.dtype.itemsize for leaf in states)
             # A method without states has size 0, and all of its points fit.
             at_once = max(1, _STATE_BYTES // max(1, size))

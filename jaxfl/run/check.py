@@ -342,6 +342,12 @@ def _started(algorithm: Algorithm, clients: Clients, key: Any) -> tuple[Tree, Tr
     return server, states
 
 
+def state_shapes(algorithm: Algorithm, clients: int) -> list[jax.ShapeDtypeStruct]:
+    """Return the shapes of the client states [C, ...] as a list, empty if clients keep none."""
+    _, states = jax.eval_shape(lambda: algorithm.init(key_of(0), clients))
+    return jax.tree.leaves(states)
+
+
 def given_to_client(algorithm: Algorithm, clients: Clients) -> tuple[Any, Tree, Tree, ClientData]:
     """Return the shapes of the arguments of `client_update`: key, server, client and data."""
     key = jax.eval_shape(lambda: key_of(0))

@@ -11,7 +11,6 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._support.checks import key_of
 from jaxfl.backend import of_devices
 from jaxfl.data.load import Dataset
 from jaxfl.engine.interface import Engine
@@ -21,7 +20,7 @@ from jaxfl.privacy.audit import Canaries, check_audit
 from jaxfl.privacy.dropouts import with_dropouts
 from jaxfl.privacy.mechanisms import Skellam
 from jaxfl.run import fingerprint
-from jaxfl.run.check import check_algorithm, check_mechanism
+from jaxfl.run.check import check_algorithm, check_mechanism, state_shapes
 from jaxfl.run.randomness import Streams
 from jaxfl.run.recorder import EvaluationSchedule
 from jaxfl.types import Algorithm, Clients, Tree
@@ -104,9 +103,7 @@ class RunPlan:
     @functools.cached_property
     def stateful(self) -> bool:
         """Whether clients keep a state between rounds."""
-        init = self.algorithms[0].init
-        _, states = jax.eval_shape(lambda: init(key_of(0), self.clients.num_clients))
-        return bool(jax.tree.leaves(states))
+        return bool(state_shapes(self.algorithms[0], self.clients.num_clients))
 
     @functools.cached_property
     def keys(self) -> tuple[Array, Array, Array]:

@@ -108,6 +108,12 @@ def test_every_kind_of_run_counts_its_rounds(options, private):
     assert_same(run(algorithm, 3, **options).server, run(algorithm, 1, **options).server)
 
 
+def points_of(build):
+    """Run a sweep over the rate of a decay, whose points share the noise of single runs."""
+    options = {"rounds": 3, "progress": False, "paired_noise": True}
+    return sweep(KEY, build, {"rate": [0.25, 1.0]}, small_clients(), **options)
+
+
 @pytest.mark.slow
 def test_a_sweep_counts_its_rounds_too_and_may_vary_the_decay():
     def build(rate):
@@ -115,15 +121,7 @@ def test_a_sweep_counts_its_rounds_too_and_may_vary_the_decay():
             MODEL, local=LocalSGD(optax.sgd(0.2), 4, decay=lambda index: rate**index), **PRIVATE
         )
 
-    points = sweep(
-        KEY,
-        build,
-        {"rate": [0.25, 1.0]},
-        small_clients(),
-        rounds=3,
-        progress=False,
-        paired_noise=True,
-    )
+    points = points_of(build)
     for rate, point in zip((0.25, 1.0), points, strict=True):
         assert_close(point.server, run(build(rate)).server, rtol=1e-4, atol=1e-6)
     assert not np.array_equal(*(point.server.params["head"]["bias"] for point in points))
@@ -163,15 +161,7 @@ def test_a_point_of_a_sweep_is_evaluated_with_the_factor_of_the_last_round():
         head = LocalSGD(optax.sgd(0.1), 4, 2, decay=lambda index: rate**index)
         return dp_fedavg_fb(MODEL, head=head, **PRIVATE)
 
-    points = sweep(
-        KEY,
-        build,
-        {"rate": [0.25, 1.0]},
-        small_clients(),
-        rounds=3,
-        progress=False,
-        paired_noise=True,
-    )
+    points = points_of(build)
     for rate, point in zip((0.25, 1.0), points, strict=True):
         assert_close(point.scores, run(build(rate)).scores, rtol=1e-4)
     assert not np.array_equal(*(np.nan_to_num(point.scores["loss"]) for point in points))

@@ -20,6 +20,7 @@ from jaxfl.run import bars, signals
 from jaxfl.run.central import Central
 from jaxfl.run.checkpoint import Checkpoints
 from jaxfl.run.costs import traffic_by_point
+from jaxfl.run.fingerprint import Facts
 from jaxfl.run.folder import check_names, clear
 from jaxfl.run.followers import Bar, Callbacks, Health, Saver
 from jaxfl.run.health import Watch
@@ -89,24 +90,15 @@ def _agree_on_options(settings: Settings, lock: Lock) -> None:
 def _finish(loop: Loop, callbacks: Sequence[Callback], shown: bool) -> list[Result]:
     """Run a loop to its end, and return each run's result. An error leaves reports too."""
     plan = loop.plan
-    settings = plan.settings
     watch = Watch(
         plan.name,
         plan.clients,
         plan.algorithms,
-        public=settings.report == "public",
-        central=settings.central is not None,
+        public=plan.settings.report == "public",
+        central=plan.settings.central is not None,
     )
-    bar = bars.progress_bar(plan.name, settings.rounds, shown and not loop.finished, loop.done)
     try:
-        with bar as update, signals.deferred() as asked:
-            # Checkpoints come last, because callbacks decide whether the run ends here.
-            followers = [Health(watch), Callbacks(callbacks), Bar(update), Saver()]
-            try:
-                loop.go(followers, asked)
-            except KeyboardInterrupt:
-                # Another process may have got the signal.
-                raise signals.stopped(asked() or loop.signal, loop.where()) from None
+        _go(loop, callbacks, watch, shown)
     except Exception as error:
         if loop.checkpoints is not None:
             error.add_note(_resume_note(loop.done, loop.checkpoints.newest()))
@@ -118,6 +110,21 @@ def _finish(loop: Loop, callbacks: Sequence[Callback], shown: bool) -> list[Resu
         watch.end(loop.records)
     # After an error the states may be deleted, but only a run without one gets here.
     return _with_states(results, loop)
+
+
+def _go(loop: Loop, callbacks: Sequence[Callback], watch: Watch, shown: bool) -> None:
+    """Run a loop to its end with all followers, and let its rounds finish after a signal."""
+    plan = loop.plan
+    shown = shown and not loop.finished
+    bar = bars.progress_bar(plan.name, plan.settings.rounds, shown, loop.done)
+    with bar as update, signals.deferred() as asked:
+        # Checkpoints come last, because callbacks decide whether the run ends here.
+        followers = [Health(watch), Callbacks(callbacks), Bar(update), Saver()]
+        try:
+            loop.go(followers, asked)
+        except KeyboardInterrupt:
+            # Another process may have got the signal.
+            raise signals.stopped(asked() or loop.signal, loop.where()) from None
 
 
 def _prepare(plan: RunPlan, lock: Lock, folders: Sequence[pathlib.Path | None]) -> None:
@@ -146,20 +153,11 @@ def _begun(
     keys = settings.streams.keys(key_of_rounds, bits)
     engine = _engine(plan, keys, folder)
     schedule = plan.schedule(engine)
-    # One process writes for all, and a finished run can also be read from a read-only folder.
-    writes = jax.process_index() == 0 and folder is not None and os.access(folder, os.W_OK)
-    own: Sequence[pathlib.Path | None] = [None] * len(folders)
-    if writes:
-        own = folders
-    journals = _journals(plan, engine, schedule, own)
+    journals = _journals(plan, engine, schedule, _written(lock, folders))
     if folder is None and jax.process_count() == 1:
         return Loop(plan, engine, journals, None, central)
     # Several processes must be one run, even if they have no folder.
-    facts = plan.facts(engine) | settings.streams.facts(keys)
-    if central is not None:
-        facts |= central.facts()
-    if settings.keep == "best":
-        facts["keep"] = "best"
+    facts = _facts(plan, engine, keys, central)
     shared = facts | schedule._asdict()
     processes.agree({name: json.dumps(fact) for name, fact in shared.items()})
     if folder is None:
@@ -174,6 +172,24 @@ def _begun(
     if loop.done == 0:
         bits.begin(facts)
     return loop
+
+
+def _written(lock: Lock, folders: Sequence[pathlib.Path | None]) -> Sequence[pathlib.Path | None]:
+    """Return the folders into which this process writes reports, with None for the others."""
+    # One process writes for all, and a finished run can also be read from a read-only folder.
+    if jax.process_index() == 0 and lock.folder is not None and os.access(lock.folder, os.W_OK):
+        return folders
+    return [None] * len(folders)
+
+
+def _facts(plan: RunPlan, engine: Engine, keys: Keys, central: Central | None) -> Facts:
+    """Return all facts that a checkpoint of the run must share (see `jaxfl.run.fingerprint`)."""
+    facts = plan.facts(engine) | plan.settings.streams.facts(keys)
+    if central is not None:
+        facts |= central.facts()
+    if plan.settings.keep == "best":
+        facts["keep"] = "best"
+    return facts
 
 
 def _engine(plan: RunPlan, keys: Keys, folder: pathlib.Path | None) -> Engine:

@@ -154,15 +154,9 @@ class Loop:
             target = self.evaluations[bisect.bisect_right(self.evaluations, self.done)]
             in_time = max(1, _SEGMENT_SECONDS // pace)
             count = int(min(target - self.done, SEGMENT_ROUNDS, in_time))
-            call = functools.partial(self.engine.rounds, self.done, count)
-            start = time.monotonic()
-            records = attempt(call, program.chunk)
-            if records is None:
-                # The devices had too little memory, and the failed call has lost its state.
-                self._begin_again(half(program.chunk))
+            seconds = self._run_rounds(program, count)
+            if seconds is None:
                 continue
-            seconds = time.monotonic() - start
-            self._record(records, count)
             for follower in followers:
                 follower.after_rounds(self, count, seconds)
             if self.done == target:
@@ -178,6 +172,22 @@ class Loop:
             # The followers have seen the signal, so that one of them could save the run.
             if self.signal:
                 raise KeyboardInterrupt
+
+    def _run_rounds(self, program: Program, count: int) -> float | None:
+        """Run and record the next `count` rounds, and return their seconds.
+
+        None means that the devices had too little memory. The loop has then returned to its last
+        checkpoint, with half the chunk.
+        """
+        call = functools.partial(self.engine.rounds, self.done, count)
+        start = time.monotonic()
+        records = attempt(call, program.chunk)
+        if records is None:
+            self._begin_again(half(program.chunk))
+            return None
+        seconds = time.monotonic() - start
+        self._record(records, count)
+        return seconds
 
     def _compiled(self, followers: Sequence[Follower]) -> Program:
         """Return the program of the rounds, which is compiled before the first of them."""

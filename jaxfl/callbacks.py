@@ -280,34 +280,6 @@ def csv(path: str | os.PathLike) -> Callback:
     """
     file = pathlib.Path(path)
 
-    def of_run() -> _Log:
-        names: list[str] = []
-        written = 0
-
-        def text_of(rows: Sequence[EvaluationRow], head: bool) -> str:
-            text = io.StringIO()
-            table = DictWriter(text, names, lineterminator="\n")
-            if head:
-                table.writeheader()
-            table.writerows(rows)
-            return text.getvalue()
-
-        def write(rows: list[EvaluationRow]) -> None:
-            nonlocal names, written
-            # The caller gives all rows, of which the first `written` are in the file.
-            new = rows[written:]
-            found = list(dict.fromkeys(name for row in new for name in row))
-            # Rows are appended only under the same header, and to a file that is still there.
-            if written and set(found) <= set(names) and files.is_regular(file):
-                files.append_text(file, text_of(new, head=False))
-            else:
-                names = list(dict.fromkeys([*names, *found]))
-                with files.replacing(file) as temporary:
-                    temporary.write_bytes(text_of(rows, head=True).encode())
-            written = len(rows)
-
-        return write
-
     @contextlib.contextmanager
     def started() -> Iterator[_Log]:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -319,9 +291,44 @@ def csv(path: str | os.PathLike) -> Callback:
             earlier = files.read(target)
         with files.replacing(file) as temporary:
             temporary.write_bytes(earlier)
-        yield of_run()
+        yield _csv_log(file)
 
     return _Logger(started)
+
+
+def _csv_log(file: pathlib.Path) -> _Log:
+    """Return a function that adds the rows of one run to a file. Its first call replaces the file.
+
+    A row with a new name replaces the file too, because the header changes.
+    """
+    names: list[str] = []
+    written = 0
+
+    def write(rows: list[EvaluationRow]) -> None:
+        nonlocal names, written
+        # The caller gives all rows, of which the first `written` are in the file.
+        new = rows[written:]
+        found = list(dict.fromkeys(name for row in new for name in row))
+        # Rows are appended only under the same header, and to a file that is still there.
+        if written and set(found) <= set(names) and files.is_regular(file):
+            files.append_text(file, _csv_text(new, names, head=False))
+        else:
+            names = list(dict.fromkeys([*names, *found]))
+            with files.replacing(file) as temporary:
+                temporary.write_bytes(_csv_text(rows, names, head=True).encode())
+        written = len(rows)
+
+    return write
+
+
+def _csv_text(rows: Sequence[EvaluationRow], names: Sequence[str], *, head: bool) -> str:
+    """Return rows as comma-separated values, with or without the header."""
+    text = io.StringIO()
+    table = DictWriter(text, names, lineterminator="\n")
+    if head:
+        table.writeheader()
+    table.writerows(rows)
+    return text.getvalue()
 
 
 @checked(folder=check_path)

@@ -24,6 +24,9 @@ from jaxfl._support.recipes import Recipe, with_recipe
 Loss: TypeAlias = Callable[[Array, Array], Float[Array, "B"]]
 """Function from a batch's outputs and labels to the loss of each example."""
 
+_Areas: TypeAlias = Float[np.ndarray, "C"]
+"""Areas under ROC curves, or numbers of examples, by client."""
+
 RESERVED = {
     "round",
     "epsilon",
@@ -343,37 +346,44 @@ def classification(
         # An array that exists before a trace would start JAX when the task is made.
         return jnp.array(factors)[labels] * cross_entropy(outputs, labels)
 
-    def confusion(outputs: Array, labels: Array, weights: Array) -> tuple[Array, Array]:
-        predicted = _hot(jnp.argmax(outputs, -1), outputs)
-        return _confusion(predicted, _hot(labels, outputs), weights)
-
-    def ranked(outputs: Array, labels: Array) -> tuple[Array, Array, Array]:
-        return _margins(outputs), jax.nn.softmax(outputs), _hot(labels, outputs)
-
     known = {
         "accuracy": average(lambda outputs, labels: jnp.argmax(outputs, axis=-1) == labels),
-        "f1": Metric(confusion, _macro_f1),
-        "auc": _area(ranked, exact),
+        "f1": Metric(_class_confusion, _macro_f1),
+        "auc": _area(_ranked_classes, exact),
     }
-
-    def check(outputs: jax.ShapeDtypeStruct, labels: np.ndarray) -> None:
-        if len(outputs.shape) != 2:
-            raise ValueError(
-                f"must give logits [B, classes], got {outputs.shape} for a batch of 2. "
-                "Give one output for each class."
-            )
-        _check_labels(labels, 1, outputs.shape[1], "one whole number per example")
-        if factors and len(factors) != outputs.shape[1]:
-            raise ValueError(
-                f"must have an output for each of {len(factors)} class_weights, got "
-                f"{outputs.shape[1]} outputs. Give one weight for each class."
-            )
 
     own_loss = cross_entropy
     if factors:
         own_loss = loss
     chosen = _chosen(known, metrics or ("accuracy",))
+    check = functools.partial(_check_logits, len(factors))
     return Task("classification", own_loss, chosen, check, _most_likely)
+
+
+def _class_confusion(outputs: Array, labels: Array, weights: Array) -> tuple[Array, Array]:
+    """Return the sums of "f1" in a classification."""
+    predicted = _hot(_most_likely(outputs), outputs)
+    return _confusion(predicted, _hot(labels, outputs), weights)
+
+
+def _ranked_classes(outputs: Array, labels: Array) -> tuple[Array, Array, Array]:
+    """Return margins, probabilities and truths of all classes, for `_area`."""
+    return _margins(outputs), jax.nn.softmax(outputs), _hot(labels, outputs)
+
+
+def _check_logits(num_weights: int, outputs: jax.ShapeDtypeStruct, labels: np.ndarray) -> None:
+    """Require logits [B, K] for labels below K, and K class weights if there are any."""
+    if len(outputs.shape) != 2:
+        raise ValueError(
+            f"must give logits [B, classes], got {outputs.shape} for a batch of 2. "
+            "Give one output for each class."
+        )
+    _check_labels(labels, 1, outputs.shape[1], "one whole number per example")
+    if num_weights and num_weights != outputs.shape[1]:
+        raise ValueError(
+            f"must have an output for each of {num_weights} class_weights, got "
+            f"{outputs.shape[1]} outputs. Give one weight for each class."
+        )
 
 
 @with_recipe
@@ -394,35 +404,41 @@ def multi_label(*metrics: str, exact: int = _EXACT) -> Task:
     """
     _check_exact(exact)
 
-    def ranked(outputs: Array, labels: Array) -> tuple[Array, Array, Array]:
-        # Logits have the order of their probabilities, and distinguish those that round to 1.
-        return outputs, jax.nn.sigmoid(outputs), labels > 0
-
     known = {
         # A logit above 0 is a probability above one half.
         "f1": Metric(lambda o, y, w: _confusion(o > 0, y > 0, w), _macro_f1),
-        "auc": _area(ranked, exact),
+        "auc": _area(_ranked_labels, exact),
         "accuracy": average(lambda o, y: jnp.mean((o > 0) == (y > 0), axis=-1)),
     }
 
-    def loss(outputs: Float[Array, "B K"], labels: Array) -> Float[Array, "B"]:
-        return jnp.mean(optax.sigmoid_binary_cross_entropy(outputs, labels), axis=-1)
-
-    def check(outputs: jax.ShapeDtypeStruct, labels: np.ndarray) -> None:
-        if len(outputs.shape) != 2 or outputs.shape[1:] != labels.shape[1:]:
-            raise ValueError(
-                f"must give logits [B, K] for labels [D, K], got {outputs.shape} for a batch of 2, "
-                f"and clients.labels of shape {labels.shape}. Give one output for each label."
-            )
-        known_values = np.isin(labels, (0, 1))
-        if not known_values.all():
-            raise ValueError(
-                f"must have clients.labels of 0 and 1, got {labels[~known_values][0]}. "
-                "Give 1 for the labels of an example, and 0 for others."
-            )
-
     chosen = _chosen(known, metrics or tuple(known))
-    return Task("multi_label", loss, chosen, check, lambda outputs: outputs > 0)
+    return Task("multi_label", _binary_loss, chosen, _check_binary, lambda outputs: outputs > 0)
+
+
+def _ranked_labels(outputs: Array, labels: Array) -> tuple[Array, Array, Array]:
+    """Return margins, probabilities and truths of all labels, for `_area`."""
+    # Logits have the order of their probabilities, and distinguish those that round to 1.
+    return outputs, jax.nn.sigmoid(outputs), labels > 0
+
+
+def _binary_loss(outputs: Float[Array, "B K"], labels: Array) -> Float[Array, "B"]:
+    """Return the mean binary cross-entropy over the labels of each example."""
+    return jnp.mean(optax.sigmoid_binary_cross_entropy(outputs, labels), axis=-1)
+
+
+def _check_binary(outputs: jax.ShapeDtypeStruct, labels: np.ndarray) -> None:
+    """Require logits [B, K] for labels [D, K] of 0 and 1."""
+    if len(outputs.shape) != 2 or outputs.shape[1:] != labels.shape[1:]:
+        raise ValueError(
+            f"must give logits [B, K] for labels [D, K], got {outputs.shape} for a batch of 2, "
+            f"and clients.labels of shape {labels.shape}. Give one output for each label."
+        )
+    known_values = np.isin(labels, (0, 1))
+    if not known_values.all():
+        raise ValueError(
+            f"must have clients.labels of 0 and 1, got {labels[~known_values][0]}. "
+            "Give 1 for the labels of an example, and 0 for others."
+        )
 
 
 @with_recipe
@@ -440,81 +456,97 @@ def regression(*metrics: str) -> Task:
     Raises:
         ValueError: The name of a metric is unknown or given twice.
     """
-
-    def errors(outputs: Array, labels: Array) -> Float[Array, "B F"]:
-        # The reshape gives outputs [B, 1] and labels [B] the same axes.
-        difference = outputs.reshape(len(outputs), -1) - labels.reshape(len(labels), -1)
-        return difference.astype(jnp.float32)
-
-    def loss(outputs: Array, labels: Array) -> Float[Array, "B"]:
-        return jnp.mean(errors(outputs, labels) ** 2, axis=-1)
-
-    def moments(outputs: Array, labels: Array, weights: Float[Array, "B"]) -> dict[str, Array]:
-        flat = labels.reshape(len(labels), -1).astype(jnp.float32)
-        each = weights[:, None]
-        count = jnp.sum(weights)
-        # A difference to a label of the batch is exact where labels are close, and 0 where all are
-        # equal.
-        origin = flat[jnp.argmax(weights > 0)]
-        difference = flat - origin[None]
-        offset = _weighted(difference, each, axis=0) / jnp.maximum(count, 1)
-        return {
-            "count": count,
-            # The mean is origin + offset. One number for both would lose the digits of small
-            # differences between large labels.
-            "origin": jnp.where(count > 0, origin, 0),
-            "offset": offset,
-            "spread": _weighted((difference - offset[None]) ** 2, each, axis=0),
-            "error": _weighted(errors(outputs, labels) ** 2, each, axis=0),
-        }
-
-    def merged(first: dict[str, Array], second: dict[str, Array]) -> dict[str, Array]:
-        """Return the moments of both batches (Chan, Golub and LeVeque 1979)."""
-        count = first["count"] + second["count"]
-        share = second["count"] / jnp.maximum(count, 1)
-        # A first batch without examples has zeros, so the second one's mean is the mean of both.
-        unless_empty = functools.partial(jnp.where, first["count"] > 0)
-        between_origins = second["origin"] - first["origin"]
-        between_means = unless_empty(between_origins + second["offset"] - first["offset"], 0)
-        between = between_means**2 * first["count"] * share
-        return {
-            "count": count,
-            "origin": unless_empty(first["origin"], second["origin"]),
-            "offset": unless_empty(first["offset"] + between_means * share, second["offset"]),
-            # The spread about the common mean is that within and that between the batches.
-            "spread": first["spread"] + second["spread"] + between,
-            "error": first["error"] + second["error"],
-        }
-
-    def r2(sums: dict[str, Array]) -> Float[Array, ""]:
-        spread = jnp.sum(sums["spread"])
-        return 1 - jnp.sum(sums["error"]) / jnp.where(spread > 0, spread, jnp.nan)
-
     known = {
-        "mse": average(loss, lower_is_better=True),
-        "mae": average(lambda o, y: jnp.mean(abs(errors(o, y)), axis=-1), lower_is_better=True),
-        "r2": Metric(moments, r2, merge=merged),
+        "mse": average(_square_error, lower_is_better=True),
+        "mae": average(_absolute_error, lower_is_better=True),
+        "r2": Metric(_moments, _r2, merge=_merged_moments),
+    }
+    chosen = _chosen(known, metrics or tuple(known))
+    return Task("regression", _square_error, chosen, _check_same_shape, _in_label_shape)
+
+
+def _errors(outputs: Array, labels: Array) -> Float[Array, "B F"]:
+    """Return the errors of each example's numbers."""
+    # The reshape gives outputs [B, 1] and labels [B] the same axes.
+    difference = outputs.reshape(len(outputs), -1) - labels.reshape(len(labels), -1)
+    return difference.astype(jnp.float32)
+
+
+def _square_error(outputs: Array, labels: Array) -> Float[Array, "B"]:
+    """Return the mean squared error of each example's numbers."""
+    return jnp.mean(_errors(outputs, labels) ** 2, axis=-1)
+
+
+def _absolute_error(outputs: Array, labels: Array) -> Float[Array, "B"]:
+    """Return the mean absolute error of each example's numbers."""
+    return jnp.mean(abs(_errors(outputs, labels)), axis=-1)
+
+
+def _moments(outputs: Array, labels: Array, weights: Float[Array, "B"]) -> dict[str, Array]:
+    """Return the sums of "r2": moments of the labels, and sums of squared errors."""
+    flat = labels.reshape(len(labels), -1).astype(jnp.float32)
+    each = weights[:, None]
+    count = jnp.sum(weights)
+    # A difference to a label of the batch is exact where labels are close, and 0 where all are
+    # equal.
+    origin = flat[jnp.argmax(weights > 0)]
+    difference = flat - origin[None]
+    offset = _weighted(difference, each, axis=0) / jnp.maximum(count, 1)
+    return {
+        "count": count,
+        # The mean is origin + offset. One number for both would lose the digits of small
+        # differences between large labels.
+        "origin": jnp.where(count > 0, origin, 0),
+        "offset": offset,
+        "spread": _weighted((difference - offset[None]) ** 2, each, axis=0),
+        "error": _weighted(_errors(outputs, labels) ** 2, each, axis=0),
     }
 
-    def check(outputs: jax.ShapeDtypeStruct, labels: np.ndarray) -> None:
-        output_shape = outputs.shape[1:]
-        label_shape = labels.shape[1:]
-        one_number = output_shape == (1,) and label_shape == ()
-        if output_shape != label_shape and not one_number:
-            raise ValueError(
-                f"must give outputs of the labels' shape, got {outputs.shape} for a batch of 2, "
-                f"and clients.labels of shape {labels.shape}. "
-                "Give outputs of that shape, or [B, 1] for labels [D]."
-            )
 
-    def predict(outputs: Array) -> Array:
-        # Labels of one number per example usually have the shape [D].
-        if outputs.shape[1:] == (1,):
-            return outputs[:, 0]
-        return outputs
+def _merged_moments(first: dict[str, Array], second: dict[str, Array]) -> dict[str, Array]:
+    """Return the moments of both batches (Chan, Golub and LeVeque 1979)."""
+    count = first["count"] + second["count"]
+    share = second["count"] / jnp.maximum(count, 1)
+    # A first batch without examples has zeros, so the second one's mean is the mean of both.
+    unless_empty = functools.partial(jnp.where, first["count"] > 0)
+    between_origins = second["origin"] - first["origin"]
+    between_means = unless_empty(between_origins + second["offset"] - first["offset"], 0)
+    between = between_means**2 * first["count"] * share
+    return {
+        "count": count,
+        "origin": unless_empty(first["origin"], second["origin"]),
+        "offset": unless_empty(first["offset"] + between_means * share, second["offset"]),
+        # The spread about the common mean is that within and that between the batches.
+        "spread": first["spread"] + second["spread"] + between,
+        "error": first["error"] + second["error"],
+    }
 
-    chosen = _chosen(known, metrics or tuple(known))
-    return Task("regression", loss, chosen, check, predict)
+
+def _r2(sums: dict[str, Array]) -> Float[Array, ""]:
+    """Return 1 - sum of squared errors / sum of squares, or NaN if all labels are equal."""
+    spread = jnp.sum(sums["spread"])
+    return 1 - jnp.sum(sums["error"]) / jnp.where(spread > 0, spread, jnp.nan)
+
+
+def _check_same_shape(outputs: jax.ShapeDtypeStruct, labels: np.ndarray) -> None:
+    """Require outputs of the labels' shape, or one output for one number."""
+    output_shape = outputs.shape[1:]
+    label_shape = labels.shape[1:]
+    one_number = output_shape == (1,) and label_shape == ()
+    if output_shape != label_shape and not one_number:
+        raise ValueError(
+            f"must give outputs of the labels' shape, got {outputs.shape} for a batch of 2, "
+            f"and clients.labels of shape {labels.shape}. "
+            "Give outputs of that shape, or [B, 1] for labels [D]."
+        )
+
+
+def _in_label_shape(outputs: Array) -> Array:
+    """Return the outputs as predictions, where a single number has no axis of its own."""
+    # Labels of one number per example usually have the shape [D].
+    if outputs.shape[1:] == (1,):
+        return outputs[:, 0]
+    return outputs
 
 
 @with_recipe
@@ -533,60 +565,71 @@ def next_token(*metrics: str, ignore: int = -1) -> Task:
     Raises:
         ValueError: The name of a metric is unknown or given twice.
     """
-
-    def tokens(outputs: Array, labels: Array) -> tuple[Float[Array, "B L"], Bool[Array, "B L"]]:
-        """Return the loss of each token, and which tokens count."""
-        counts = labels != ignore
-        # The label `ignore` may be no index, so token 0 takes its place. Its loss does not count.
-        inside = jnp.where(counts, labels, 0)
-        return optax.softmax_cross_entropy_with_integer_labels(outputs, inside), counts
-
-    def loss(outputs: Array, labels: Array) -> Float[Array, "B"]:
-        losses, counts = tokens(outputs, labels)
-        total = jnp.sum(jnp.where(counts, losses, 0), axis=-1)
-        return total / jnp.maximum(jnp.sum(counts, axis=-1), 1)
-
-    def added(
-        part: Callable[[Array, Array], Array],
-    ) -> Callable[[Array, Array, Array], tuple[Array, Array]]:
-        """Return `Metric.sums` for the mean of a token's score `part` over tokens that count."""
-
-        def sums(outputs: Array, labels: Array, weights: Float[Array, "B"]) -> tuple[Array, Array]:
-            counts = (labels != ignore) * weights[:, None]
-            scores = part(outputs, labels).astype(jnp.float32)
-            return _weighted(scores, counts), jnp.sum(counts)
-
-        return sums
-
+    sums = functools.partial(_token_sums, ignore)
     known = {
-        "accuracy": Metric(added(lambda o, y: jnp.argmax(o, axis=-1) == y)),
+        "accuracy": Metric(functools.partial(sums, lambda o, y: _most_likely(o) == y)),
         # A mean of the perplexities of examples would be another number.
         "perplexity": Metric(
-            added(lambda o, y: tokens(o, y)[0]),
+            functools.partial(sums, lambda o, y: _token_losses(ignore, o, y)[0]),
             lambda sums: jnp.exp(_ratio(sums)),
             lower_is_better=True,
         ),
     }
-
-    def check(outputs: jax.ShapeDtypeStruct, labels: np.ndarray) -> None:
-        if len(outputs.shape) != 3 or labels.ndim != 2 or outputs.shape[1] != labels.shape[1]:
-            raise ValueError(
-                f"must give logits [B, L, V] for labels [D, L], got {outputs.shape} for a batch of "
-                f"2, and clients.labels of shape {labels.shape}. "
-                "Give one output for each token, at each position of the labels."
-            )
-        counted = labels[labels != ignore]
-        if counted.size and counted.dtype.kind == "i" and counted.min() < 0:
-            least = counted.min()
-            raise ValueError(
-                f"must have clients.labels of at least 0, or of {ignore} where a position does not "
-                f"count, got {least}. If {least} marks such positions, give the model "
-                f"task=jaxfl.tasks.next_token(ignore={least}). Otherwise number the tokens from 0."
-            )
-        _check_labels(counted, 1, outputs.shape[2], "whole numbers")
-
+    loss = functools.partial(_mean_token_loss, ignore)
     chosen = _chosen(known, metrics or tuple(known))
+    check = functools.partial(_check_tokens_and_logits, ignore)
     return Task("next_token", loss, chosen, check, _most_likely)
+
+
+def _token_losses(
+    ignore: int, outputs: Float[Array, "B L V"], labels: Int[Array, "B L"]
+) -> tuple[Float[Array, "B L"], Bool[Array, "B L"]]:
+    """Return the loss of each token, and which tokens count."""
+    counts = labels != ignore
+    # The label `ignore` may be no index, so token 0 takes its place. Its loss does not count.
+    inside = jnp.where(counts, labels, 0)
+    return optax.softmax_cross_entropy_with_integer_labels(outputs, inside), counts
+
+
+def _mean_token_loss(ignore: int, outputs: Array, labels: Array) -> Float[Array, "B"]:
+    """Return the mean loss of each example's tokens that count, or 0 if none does."""
+    losses, counts = _token_losses(ignore, outputs, labels)
+    total = jnp.sum(jnp.where(counts, losses, 0), axis=-1)
+    return total / jnp.maximum(jnp.sum(counts, axis=-1), 1)
+
+
+def _token_sums(
+    ignore: int,
+    score: Callable[[Array, Array], Array],
+    outputs: Array,
+    labels: Array,
+    weights: Float[Array, "B"],
+) -> tuple[Array, Array]:
+    """Return the sum of a token's score over tokens that count, and their number."""
+    counts = (labels != ignore) * weights[:, None]
+    scores = score(outputs, labels).astype(jnp.float32)
+    return _weighted(scores, counts), jnp.sum(counts)
+
+
+def _check_tokens_and_logits(
+    ignore: int, outputs: jax.ShapeDtypeStruct, labels: np.ndarray
+) -> None:
+    """Require logits [B, L, V] for labels [D, L] that are `ignore`, or below V."""
+    if len(outputs.shape) != 3 or labels.ndim != 2 or outputs.shape[1] != labels.shape[1]:
+        raise ValueError(
+            f"must give logits [B, L, V] for labels [D, L], got {outputs.shape} for a batch of "
+            f"2, and clients.labels of shape {labels.shape}. "
+            "Give one output for each token, at each position of the labels."
+        )
+    counted = labels[labels != ignore]
+    if counted.size and counted.dtype.kind == "i" and counted.min() < 0:
+        least = counted.min()
+        raise ValueError(
+            f"must have clients.labels of at least 0, or of {ignore} where a position does not "
+            f"count, got {least}. If {least} marks such positions, give the model "
+            f"task=jaxfl.tasks.next_token(ignore={least}). Otherwise number the tokens from 0."
+        )
+    _check_labels(counted, 1, outputs.shape[2], "whole numbers")
 
 
 def _chosen(known: dict[str, Metric], names: tuple[str, ...]) -> dict[str, Metric]:
@@ -679,29 +722,35 @@ def _area(ranked: Callable[[Array, Array], tuple[Array, Array, Array]], exact: i
             _histograms(scores, true, weights),
         )
 
-    def merge(first: _Outputs, second: _Outputs) -> _Outputs:
-        # The examples of `second` follow those of `first`, as far as there is room.
-        place = jnp.arange(exact)[:, None] - first.count
+    return Metric(sums, _area_of, merge=_merged_outputs)
 
-        def appended(one: Array, other: Array) -> Array:
-            moved = jnp.take(other, jnp.clip(place[:, 0], 0, exact - 1), axis=0)
-            return jnp.where(place < 0, one, moved)
 
-        return _Outputs(
-            appended(first.margins, second.margins),
-            appended(first.true, second.true),
-            first.count + second.count,
-            first.histograms + second.histograms,
-        )
+def _merged_outputs(first: _Outputs, second: _Outputs) -> _Outputs:
+    """Return the sums of two batches together."""
+    exact = len(first.true)
+    # The examples of `second` follow those of `first`, as far as there is room.
+    place = jnp.arange(exact)[:, None] - first.count
 
-    def value(found: _Outputs) -> Float[Array, ""]:
-        real = jnp.arange(exact) < found.count
-        # Both forms are computed, because vectorised clients may need either.
-        areas = jax.vmap(_rank_area, (1, 1, None))(found.margins, found.true, real)
-        by_bins = _mean_auc(found.histograms)
-        return jnp.where(found.count <= exact, jnp.nanmean(areas), by_bins)
+    def appended(one: Array, other: Array) -> Array:
+        moved = jnp.take(other, jnp.clip(place[:, 0], 0, exact - 1), axis=0)
+        return jnp.where(place < 0, one, moved)
 
-    return Metric(sums, value, merge=merge)
+    return _Outputs(
+        appended(first.margins, second.margins),
+        appended(first.true, second.true),
+        first.count + second.count,
+        first.histograms + second.histograms,
+    )
+
+
+def _area_of(found: _Outputs) -> Float[Array, ""]:
+    """Return the mean area, which is exact if all examples are kept."""
+    exact = len(found.true)
+    real = jnp.arange(exact) < found.count
+    # Both forms are computed, because vectorised clients may need either.
+    areas = jax.vmap(_rank_area, (1, 1, None))(found.margins, found.true, real)
+    by_bins = _mean_auc(found.histograms)
+    return jnp.where(found.count <= exact, jnp.nanmean(areas), by_bins)
 
 
 def _margins(logits: Float[Array, "B K"]) -> Float[Array, "B K"]:
@@ -827,6 +876,22 @@ def auc_interval(
     >>> round(float(low), 2), round(float(high), 2)
     (0.64, 0.89)
     """
+    _check_areas(auc, positive, negative, level)
+    # The upper quantile would need 1 + level, which is rounded to 2 for the largest levels.
+    z = -statistics.NormalDist().inv_cdf((1 - level) / 2)
+    area, m, n = np.broadcast_arrays(
+        *(np.asarray(x, np.float64) for x in (auc, positive, negative))
+    )
+
+    def outside(theta: _Areas) -> Bool[np.ndarray, "C"]:
+        # Both sides of the docstring's equation are squared.
+        return (area - theta) ** 2 > z**2 * _area_variance(theta, m, n)
+
+    return _limit_towards(0.0, area, outside), _limit_towards(1.0, area, outside)
+
+
+def _check_areas(auc: Any, positive: Any, negative: Any, level: float) -> None:
+    """Require areas, numbers of examples and a level for which there is an interval."""
     if not isinstance(level, numbers.Real) or not 0 < level < 1:
         raise ValueError(f"level must be in (0, 1), got {level!r}. Give for instance 0.95.")
     if np.any((np.asarray(auc) < 0) | (np.asarray(auc) > 1)):
@@ -840,31 +905,27 @@ def auc_interval(
                 f"{name} must be at least 1 where an area is known, got {counts!r}. "
                 "Give NaN as the area of a client without both kinds of examples."
             )
-    # The upper quantile would need 1 + level, which is rounded to 2 for the largest levels.
-    z = -statistics.NormalDist().inv_cdf((1 - level) / 2)
-    area, m, n = np.broadcast_arrays(
-        *(np.asarray(x, np.float64) for x in (auc, positive, negative))
-    )
+
+
+def _area_variance(theta: _Areas, m: _Areas, n: _Areas) -> _Areas:
+    """Return the variance V of an estimated area whose true value is theta (`auc_interval`)."""
     k = (m + n) / 2 - 1
+    spread = 1 + k * ((1 - theta) / (2 - theta) + theta / (1 + theta))
+    return theta * (1 - theta) * spread / (m * n)
 
-    def variance(theta: Float[np.ndarray, "C"]) -> Float[np.ndarray, "C"]:
-        spread = 1 + k * ((1 - theta) / (2 - theta) + theta / (1 + theta))
-        return theta * (1 - theta) * spread / (m * n)
 
-    def outside(theta: Float[np.ndarray, "C"]) -> Bool[np.ndarray, "C"]:
-        # Both sides of the docstring's equation are squared.
-        return (area - theta) ** 2 > z**2 * variance(theta)
-
-    def limit(far: float) -> Float[np.ndarray, "C"]:
-        """Return the limit between the area and `far`, which is 0 or 1, by bisection."""
-        # The area itself is inside, so `inner` is inside at every step.
-        inner = np.array(area)
-        outer = np.full_like(area, far)
-        # After 60 halvings, the distance of at most 1 is below 1e-18.
-        for _ in range(60):
-            middle = (inner + outer) / 2
-            inner = np.where(outside(middle), inner, middle)
-            outer = np.where(outside(middle), middle, outer)
-        return np.where(np.isnan(area), np.nan, inner)
-
-    return limit(0.0), limit(1.0)
+def _limit_towards(
+    far: float,
+    area: _Areas,
+    outside: Callable[[_Areas], Bool[np.ndarray, "C"]],
+) -> _Areas:
+    """Return the limit between the area and `far`, which is 0 or 1, by bisection."""
+    # The area itself is inside, so `inner` is inside at every step.
+    inner = np.array(area)
+    outer = np.full_like(area, far)
+    # After 60 halvings, the distance of at most 1 is below 1e-18.
+    for _ in range(60):
+        middle = (inner + outer) / 2
+        inner = np.where(outside(middle), inner, middle)
+        outer = np.where(outside(middle), middle, outer)
+    return np.where(np.isnan(area), np.nan, inner)

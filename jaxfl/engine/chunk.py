@@ -153,70 +153,87 @@ def fastest(
         facts: Everything else that the choice depends on. Batches and local steps are left out, so
             methods that differ only in these share a choice.
     """
-    # `build` compiles nothing. The arguments that it binds decide the time of a call, too.
-    shapes = str(
-        jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (build(1).args, arguments))
-    )
-    device = mesh.devices.flat[0].device_kind
-    identity = repr((shapes, device, mesh.size, jax.__version__, facts))
-    name = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    known = _recall_chunk(name)
-    # The choice counts if all processes have cached the same one.
-    # The negative of the largest negated number is the least number of all processes.
-    most_known, least_known = processes.maximum(known or 0, -(known or 0))
-    if known and most_known == -least_known:
+    name = _name_of(build, arguments, mesh, facts)
+    known = _agreed_chunk(name)
+    if known:
         program = fitting(build, known, arguments)
-        _LOG.info(
-            "chunk %d, from the cache, with %s",
-            program.chunk,
-            _megabytes(program),
-            extra={"program": program},
-        )
+        _log_choice(program, ", from the cache")
         return program
-    first, *larger = of_mesh(mesh).chunks
-    # The first one may exceed `most`, because a program takes no more lanes than are useful.
-    candidates = [first, *(size for size in larger if size <= most)]
-    programs: dict[int, Program] = {}
-    seconds: dict[int, float] = {}
-    available = _memory(mesh)
-    last = first
-    for size in candidates:
-        if programs:
-            # The compilers of the processes may differ, but all must take the same candidates.
-            (memory,) = processes.maximum(programs[last].memory)
-            if memory * size > available:
-                break
-        tried = attempt(functools.partial(_tried, build, size, arguments, calls=2), size)
-        if tried is None:
-            if not programs:
-                # The half is at least 1, because `attempt` raises the error of a chunk of 1.
-                return fitting(build, size // 2, arguments)
-            _LOG.warning(
-                "chunk=%d does not fit the device's memory: %d is the largest tried", size, last
-            )
-            break
-        program, duration = tried
-        programs[size] = program
-        # The slowest process counts for all, so that all choose the same chunk.
-        (seconds[size],) = processes.maximum(duration)
-        # A chunk of 1 has another program, so its time predicts nothing about larger chunks.
-        if last > 1 and seconds[size] > seconds[last]:
-            break
-        last = size
-    best = programs[min(seconds, key=seconds.__getitem__)]
+    found = _measured(build, most, arguments, mesh)
+    if not found:
+        # The half is at least 1, because `attempt` raises the error of a chunk of 1.
+        return fitting(build, of_mesh(mesh).chunks[0] // 2, arguments)
+    seconds = {size: duration for size, (_, duration) in found.items()}
+    best, _ = found[min(seconds, key=seconds.__getitem__)]
     choice = {
         "chunk": best.chunk,
-        "device": device,
+        "device": mesh.devices.flat[0].device_kind,
         "facts": facts,
         "seconds": seconds,
         "memory": best.memory,
     }
     _remember_chunk(name, choice)
     measured = ", ".join(f"{size}: {value:.3g} s" for size, value in seconds.items())
-    _LOG.info(
-        "chunk %d of %s, with %s", best.chunk, measured, _megabytes(best), extra={"program": best}
-    )
+    _log_choice(best, f" of {measured}")
     return best
+
+
+def _name_of(build: Build, arguments: tuple, mesh: Mesh, facts: tuple[str, ...]) -> str:
+    """Return the name under which a choice is cached, a hash of everything that it depends on."""
+    # `build` compiles nothing. The arguments that it binds decide the time of a call, too.
+    shapes = str(
+        jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (build(1).args, arguments))
+    )
+    device = mesh.devices.flat[0].device_kind
+    identity = repr((shapes, device, mesh.size, jax.__version__, facts))
+    return hashlib.sha256(identity.encode()).hexdigest()[:16]
+
+
+def _agreed_chunk(name: str) -> int | None:
+    """Return the cached chunk, or None unless all processes have cached the same one."""
+    known = _recall_chunk(name)
+    # The negative of the largest negated number is the least number of all processes.
+    most_known, least_known = processes.maximum(known or 0, -(known or 0))
+    if most_known != -least_known:
+        return None
+    return known
+
+
+def _measured(
+    build: Build, most: int, arguments: tuple, mesh: Mesh
+) -> dict[int, tuple[Program, float]]:
+    """Return the programs of the chunks that `fastest` tries, and their seconds, by chunk.
+
+    There are none if the first candidate does not fit in memory.
+    """
+    first, *larger = of_mesh(mesh).chunks
+    # The first one may exceed `most`, because a program takes no more lanes than are useful.
+    candidates = [first, *(size for size in larger if size <= most)]
+    found: dict[int, tuple[Program, float]] = {}
+    available = _memory(mesh)
+    last = first
+    for size in candidates:
+        if found:
+            # The compilers of the processes may differ, but all must take the same candidates.
+            (memory,) = processes.maximum(found[last][0].memory)
+            if memory * size > available:
+                break
+        tried = attempt(functools.partial(_tried, build, size, arguments, calls=2), size)
+        if tried is None:
+            if found:
+                _LOG.warning(
+                    "chunk=%d does not fit the device's memory: %d is the largest tried", size, last
+                )
+            break
+        program, duration = tried
+        # The slowest process counts for all, so that all choose the same chunk.
+        (seconds,) = processes.maximum(duration)
+        found[size] = program, seconds
+        # A chunk of 1 has another program, so its time predicts nothing about larger chunks.
+        if last > 1 and seconds > found[last][1]:
+            break
+        last = size
+    return found
 
 
 def _tried(
@@ -304,8 +321,15 @@ def _memory(mesh: Mesh) -> float:
     return -negative
 
 
-def _megabytes(program: Program) -> str:
-    return f"{program.memory / 1e6:.3g} MB of temporary memory per client vectorised"
+def _log_choice(program: Program, origin: str) -> None:
+    """Log the choice of a program's chunk, and where it is from."""
+    _LOG.info(
+        "chunk %d%s, with %.3g MB of temporary memory per client vectorised",
+        program.chunk,
+        origin,
+        program.memory / 1e6,
+        extra={"program": program},
+    )
 
 
 def _remember_chunk(name: str, choice: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@
 import atexit
 import contextlib
 import errno
+import functools
 import hashlib
 import logging
 import os
@@ -67,25 +68,33 @@ def enable() -> None:
     # By default JAX caches only programs that take a second or more to compile.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
-    def prepare(event: str, **_: str | int) -> None:
-        # The user's code may have given JAX another cache since.
-        if event != _ASKED or jax.config.values["jax_compilation_cache_dir"] != own:
-            return
-        try:
-            claim(folder)
-            os.makedirs(own, exist_ok=True)
-            # `makedirs` accepts a folder that exists, even if this user cannot write to it.
-            if not os.access(own, os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, "cannot be written", own)
-        except OSError as error:
-            # Otherwise JAX would log a warning for every program.
-            _LOG.debug("compiled programs are not cached: %s", error)
-            jax.config.update("jax_compilation_cache_dir", None)
-
-    jax.monitoring.register_event_listener(prepare)
+    jax.monitoring.register_event_listener(functools.partial(_make_folder, folder, own))
     # JAX could bound the folder itself, but would need the package filelock, and would read all of
     # the folder for every program.
     atexit.register(trim, folder, _MOST_BYTES)
+
+
+def _make_folder(folder: Path, own: str, event: str, /, **_: str | int) -> None:
+    """Make the cache's folder when JAX is about to look for a program, or turn the cache off.
+
+    Args:
+        folder: Folder of the programs for all processors.
+        own: Folder of this processor's programs.
+        event: Name of an event that JAX reports.
+    """
+    # The user's code may have given JAX another cache since.
+    if event != _ASKED or jax.config.values["jax_compilation_cache_dir"] != own:
+        return
+    try:
+        claim(folder)
+        os.makedirs(own, exist_ok=True)
+        # `makedirs` accepts a folder that exists, even if this user cannot write to it.
+        if not os.access(own, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "cannot be written", own)
+    except OSError as error:
+        # Otherwise JAX would log a warning for every program.
+        _LOG.debug("compiled programs are not cached: %s", error)
+        jax.config.update("jax_compilation_cache_dir", None)
 
 
 def claim(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -13,10 +13,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int, Key
 
-from jaxfl.engine.mesh import Population, by_capacity, data_of
+from jaxfl.engine.mesh import Population, by_capacity, data_of, on_devices
 from jaxfl.engine.program import Points, compile_for, over_points
 from jaxfl.engine.states import States
-from jaxfl.local.lanes import longest
+from jaxfl.local.lanes import longest, zeros_of
 from jaxfl.local.train import blocks_of
 from jaxfl.tasks import Metric, average
 from jaxfl.types import Algorithm, Clients, Model, Params, Tree
@@ -70,28 +70,11 @@ def compile_evaluation(
                 def score(slot: Int[Array, ""]) -> PerClient:
                     return _client(algorithm, key, slot, ids[slot], server, states, here, last)
 
-                slots = jnp.arange(ids.shape[0])
-                # A batch axis of length 1 would make matrix products slow.
-                if chunk == 1:
-                    return lax.map(score, slots)
-                batch_size = min(chunk, len(slots))
-                several = max(len(population.capacities), len(population.test_capacities)) > 1
-                if not several:
-                    return lax.map(score, slots, batch_size=batch_size)
-                # A chunk runs until its largest client is done, so clients are sorted by size.
-                order = jnp.lexsort((clients.test_size, clients.train_size))
-                scores = lax.map(score, order, batch_size=batch_size)
-                # The inverse permutation restores the order of the clients.
-                return jax.tree.map(lambda leaf: leaf[jnp.argsort(order)], scores)
+                return _in_chunks(score, here, chunk)
 
             by_client = P("clients")
-            # Algorithms start loops from constants, which `check_vma` considers replicated.
-            scores_on_devices = jax.shard_map(
-                local,
-                mesh=population.mesh,
-                in_specs=(by_client, P(), by_client, population.layout),
-                out_specs=by_client,
-                check_vma=False,
+            scores_on_devices = on_devices(
+                local, population, by_client, P(), by_client, population.layout
             )
             # The clients may be a block of all clients, which begins with client `first`.
             ids = first + jnp.arange(clients.num_clients)
@@ -107,6 +90,24 @@ def compile_evaluation(
     return functools.partial(program, population.clients, 0)
 
 
+def _in_chunks(
+    score: Callable[[Array], PerClient], population: Population, chunk: int
+) -> PerClient:
+    """Return the scores of all of a device's clients, with `chunk` vectorised at a time."""
+    slots = jnp.arange(population.num_slots)
+    # A batch axis of length 1 would make matrix products slow.
+    if chunk == 1:
+        return lax.map(score, slots)
+    batch_size = min(chunk, len(slots))
+    if max(len(population.capacities), len(population.test_capacities)) <= 1:
+        return lax.map(score, slots, batch_size=batch_size)
+    # A chunk runs until its largest client is done, so clients are sorted by size.
+    order = jnp.lexsort((population.clients.test_size, population.clients.train_size))
+    scores = lax.map(score, order, batch_size=batch_size)
+    # The inverse permutation restores the order of the clients.
+    return jax.tree.map(lambda leaf: leaf[jnp.argsort(order)], scores)
+
+
 def _client(
     algorithm: Algorithm,
     key: Key[Array, ""],
@@ -117,6 +118,7 @@ def _client(
     population: Population,
     last: Any,
 ) -> PerClient:
+    """Return the scores of one client, by the parameters that `personalize` gives it."""
     clients = population.clients
 
     def personal(capacity: int) -> Params:
@@ -147,15 +149,11 @@ def _scores(
     most_batches = -(-capacity // _EVALUATION_BATCH)
     batch = -(-capacity // most_batches)
     per_block = blocks_of(capacity, batch)[1]
-    shape = (per_block, batch)
+    sums_of = functools.partial(_sums_of, model, metrics, params)
 
     def examples_of(block_index: Int[Array, ""] | int) -> tuple[Array, Array, Bool[Array, "b B"]]:
-        positions = (block_index * per_block * batch + jnp.arange(per_block * batch)).reshape(shape)
-        real = positions < size
-        places = jnp.where(real, clients.test.start[slot] + positions, 0)
-        # Padding reads row 0. Places behind the client's own hold other clients' rows, or none.
-        rows = jnp.where(real, clients.test.flat[places], 0)
-        return clients.inputs[rows], clients.labels[rows], real
+        positions = block_index * per_block * batch + jnp.arange(per_block * batch)
+        return _test_examples(clients, slot, size, positions.reshape(per_block, batch))
 
     def block(block_index: Int[Array, ""], sums: Tree) -> Tree:
         # The inputs of a block are prepared before its loop, as in training. Inside the loop XLA
@@ -164,28 +162,52 @@ def _scores(
         x = jax.vmap(model.prepare)(inputs)
 
         def test(i: Int[Array, ""], sums: Tree) -> Tree:
-            own = sums_of(params, x[i], labels[i], real[i])
+            own = sums_of(x[i], labels[i], real[i])
             return {name: metric.merge(sums[name], own[name]) for name, metric in metrics.items()}
 
         left = jnp.minimum(per_block, batches - block_index * per_block)
         return lax.fori_loop(0, longest(left), test, sums)
 
-    def sums_of(
-        params: Params, x: Array, labels: Array, tested: Bool[Array, "B"]
-    ) -> dict[str, Tree]:
-        outputs = model.apply(params, x)
-        weights = tested.astype(jnp.float32)
-        return {name: metric.sums(outputs, labels, weights) for name, metric in metrics.items()}
-
     def first() -> dict[str, Tree]:
         inputs, labels, real = examples_of(0)
-        return sums_of(params, model.prepare(inputs[0]), labels[0], real[0])
+        return sums_of(model.prepare(inputs[0]), labels[0], real[0])
 
     # The loop needs the shapes of its sums first. A client without examples keeps the zeros.
-    shapes = jax.eval_shape(first)
-    none = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    none = zeros_of(jax.eval_shape(first))
     batches = -(-size // batch)
     sums = lax.fori_loop(0, longest(-(-batches // per_block)), block, none)
+    return _values_of(metrics, sums, size)
+
+
+def _test_examples(
+    clients: Clients, slot: Int[Array, ""], size: Int[Array, ""], positions: Int[Array, "b B"]
+) -> tuple[Array, Array, Bool[Array, "b B"]]:
+    """Return inputs and labels of a client's test positions, and which positions are no padding."""
+    real = positions < size
+    places = jnp.where(real, clients.test.start[slot] + positions, 0)
+    # Padding reads row 0. Places behind the client's own hold other clients' rows, or none.
+    rows = jnp.where(real, clients.test.flat[places], 0)
+    return clients.inputs[rows], clients.labels[rows], real
+
+
+def _sums_of(
+    model: Model,
+    metrics: Mapping[str, Metric],
+    params: Params,
+    x: Array,
+    labels: Array,
+    tested: Bool[Array, "B"],
+) -> dict[str, Tree]:
+    """Return the sums of each metric over the tested examples of a prepared batch."""
+    outputs = model.apply(params, x)
+    weights = tested.astype(jnp.float32)
+    return {name: metric.sums(outputs, labels, weights) for name, metric in metrics.items()}
+
+
+def _values_of(
+    metrics: Mapping[str, Metric], sums: Mapping[str, Tree], size: Int[Array, ""]
+) -> PerClient:
+    """Return the scores from sums over `size` examples, or NaN if the loss is not known."""
     scores = {
         name: metric.value(sums[name]).astype(jnp.float32) for name, metric in metrics.items()
     }
@@ -216,30 +238,40 @@ def summarize(
         defined = np.isnan(scores["loss"]) | ~np.isnan(scores[name])
         counted = tested & defined
         values = np.asarray(scores[name], np.float64)[counted]
-        if metric.lower_is_better:
-            worst_first = np.sort(values)[::-1]
-        else:
+        if not metric.lower_is_better:
             values = np.nan_to_num(values)
-            worst_first = np.sort(values)
-        worst = worst_first[: max(1, round(0.1 * values.size))]
-        row[name] = _mean_or_nan(values)
-        # NumPy warns about statistics of an empty array.
-        row[f"{name}_std"] = math.nan
-        if values.size:
-            row[f"{name}_std"] = float(values.std())
-        row[f"{name}_worst10"] = _mean_or_nan(worst)
+        row |= _statistics(name, values, metric.lower_is_better)
         if name == next(iter(metrics)):
             # All counted clients have test examples, so the weights do not sum to 0.
             examples = np.asarray(sizes, np.float64)[counted]
-            row[f"{name}_examples"] = math.nan
-            if values.size:
-                row[f"{name}_examples"] = float(np.average(values, weights=examples))
+            row[f"{name}_examples"] = _mean_or_nan(values, examples)
     row["loss"] = _mean_or_nan(np.asarray(scores["loss"], np.float64)[tested])
     return row
 
 
-def _mean_or_nan(values: Float[np.ndarray, "n"]) -> float:
+def _statistics(
+    name: str, values: Float[np.ndarray, "n"], lower_is_better: bool
+) -> dict[str, float]:
+    """Return the mean, the standard deviation and the mean of the worst tenth of some scores."""
+    worst_first = np.sort(values)
+    if lower_is_better:
+        worst_first = worst_first[::-1]
+    worst = worst_first[: max(1, round(0.1 * values.size))]
+    deviation = math.nan
+    # NumPy warns about statistics of an empty array.
+    if values.size:
+        deviation = float(values.std())
+    return {
+        name: _mean_or_nan(values),
+        f"{name}_std": deviation,
+        f"{name}_worst10": _mean_or_nan(worst),
+    }
+
+
+def _mean_or_nan(
+    values: Float[np.ndarray, "n"], weights: Float[np.ndarray, "n"] | None = None
+) -> float:
     """Return the mean, or NaN if there are no values."""
     if not values.size:
         return math.nan
-    return float(values.mean())
+    return float(np.average(values, weights=weights))

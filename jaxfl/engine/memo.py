@@ -193,41 +193,49 @@ def _key_of_part(value: Any, seen: dict[int, int]) -> Hashable:
     """
     kind = type(value)
     # The numbers 1 and True are equal and have one hash, so the key names the class.
-    if kind in (bool, int, str, bytes, type(None)):
+    if kind in (bool, int, str, bytes, type(None), jax.ShapeDtypeStruct):
         return kind, value
     if kind in (float, complex):
         # The text distinguishes 0.0 from -0.0, and that of NaN equals itself.
         return kind, repr(value)
-
-    def inside(part: Any) -> Hashable:
-        return _key_of_part(part, seen)
-
     if kind is types.FunctionType:
-        # A function that calls itself is met again.
-        if id(value) in seen:
-            return "again", seen[id(value)]
-        seen[id(value)] = len(seen)
-        # Equal code reads other globals in another module.
-        return kind, value.__code__, Same(value.__globals__), inside(_contents(value))
-    if kind is types.MethodType:
-        return kind, inside((value.__func__, value.__self__))
-    if isinstance(value, functools.partial):
-        return kind, inside((value.func, value.args, value.keywords))
-    if isinstance(value, tuple) and (kind is tuple or _is_of_library(kind)):
-        return kind, tuple(map(inside, value))
-    if kind is dict:
-        return kind, tuple((inside(name), inside(part)) for name, part in value.items())
-    if kind is jax.ShapeDtypeStruct:
-        return kind, value
+        return _key_of_function(value, seen)
     # The bytes of an array of objects are addresses, which say nothing about its content.
     if kind is np.ndarray and not value.dtype.hasobject and value.nbytes <= _LARGEST_COMPARED:
         return kind, value.shape, value.dtype, hashlib.sha256(value.tobytes()).digest()
-    if _is_of_library(kind) and _is_frozen(value):
-        fields = tuple(getattr(value, field.name) for field in dataclasses.fields(value))
-        return kind, inside(fields)
+    parts = _parts_of(value)
+    if parts is not None:
+        return kind, tuple(_key_of_part(part, seen) for part in parts)
     if _never_changes(value):
         return Same(value)
     raise _MayChangeError
+
+
+def _key_of_function(function: types.FunctionType, seen: dict[int, int]) -> Hashable:
+    """Return the key of a function, as `_key_of_part` does."""
+    # A function that calls itself is met again.
+    if id(function) in seen:
+        return "again", seen[id(function)]
+    seen[id(function)] = len(seen)
+    # Equal code reads other globals in another module.
+    module = Same(function.__globals__)
+    return types.FunctionType, function.__code__, module, _key_of_part(_contents(function), seen)
+
+
+def _parts_of(value: Any) -> tuple | None:
+    """Return the values by which a value is compared, or None if no values determine it."""
+    kind = type(value)
+    if kind is types.MethodType:
+        return value.__func__, value.__self__
+    if isinstance(value, functools.partial):
+        return value.func, value.args, value.keywords
+    if isinstance(value, tuple) and (kind is tuple or _is_of_library(kind)):
+        return tuple(value)
+    if kind is dict:
+        return tuple(value.items())
+    if _is_of_library(kind) and _is_frozen(value):
+        return tuple(getattr(value, field.name) for field in dataclasses.fields(value))
+    return None
 
 
 def _contents(function: types.FunctionType) -> tuple:

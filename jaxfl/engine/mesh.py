@@ -85,26 +85,28 @@ def place(clients: Clients, devices: list[jax.Device] | None = None) -> Populati
     """
     mesh = mesh_of(clients, devices)
     devices = list(mesh.devices.flat)
-    local = [b for b, device in enumerate(devices) if device.process_index == jax.process_index()]
     if len({device.process_index for device in devices}) < jax.process_count():
         raise ValueError(
             f"devices must include one of each of {jax.process_count()} processes, got "
             f"{len(devices)} devices for {clients.num_clients} clients. Give devices of every "
             "process and more clients, or start fewer processes."
         )
-    sharding = NamedSharding(mesh, P("clients"))
-
-    def put(blocks: np.ndarray) -> Array:
-        # All blocks have one length, so each process knows the global shape from its own blocks.
-        shape = (len(blocks) // len(local) * mesh.size, *blocks.shape[1:])
-        shards = [
-            jax.device_put(block, devices[b])
-            for b, block in zip(local, np.split(blocks, len(local)))
-        ]
-        return jax.make_array_from_single_device_arrays(shape, sharding, shards)
-
-    placed = jax.tree.map(put, in_rows(shard(clients, mesh.size, local)))
+    own = [b for b, device in enumerate(devices) if device.process_index == jax.process_index()]
+    rows = in_rows(shard(clients, mesh.size, own))
+    placed = jax.tree.map(functools.partial(_from_blocks, mesh, own), rows)
     return sized(Population(placed, clients.num_clients, mesh), clients)
+
+
+def _from_blocks(mesh: Mesh, own: list[int], blocks: np.ndarray) -> Array:
+    """Return the array of all devices, of which this process has the blocks of its own devices."""
+    # All blocks have one length, so each process knows the global shape from its own blocks.
+    shape = (len(blocks) // len(own) * mesh.size, *blocks.shape[1:])
+    shards = [
+        jax.device_put(block, mesh.devices.flat[b])
+        for b, block in zip(own, np.split(blocks, len(own)))
+    ]
+    sharding = NamedSharding(mesh, P("clients"))
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
 def sized(population: Population, clients: Clients) -> Population:
@@ -148,14 +150,7 @@ def capacities_of(sizes: Int[np.ndarray, "C"]) -> tuple[int, ...]:
     octaves = np.ceil(2 * np.log2(np.maximum(ordered, 1)))
     candidates = [int(size) for size in ordered[np.flatnonzero(np.diff(octaves))] if size]
 
-    def work(capacities: tuple[int, ...]) -> float:
-        clients = np.diff(np.searchsorted(ordered, capacities, side="right"), prepend=0)
-        # Each client costs its capacity with padding, a fixed overhead, and its training.
-        positions = clients @ np.array(capacities)
-        overhead = _OVERHEAD * len(ordered)
-        training = _WORK * ordered.sum(dtype=np.int64)
-        return float(positions + overhead + training)
-
+    work = functools.partial(_estimated_work, ordered)
     while found[-1] > _SMALL_CLIENT and len(found) < _MOST_CAPACITIES and candidates:
         # Each pass tries the one further capacity that saves the most work.
         finer = min((tuple(sorted({*found, size})) for size in candidates), key=work)
@@ -163,6 +158,16 @@ def capacities_of(sizes: Int[np.ndarray, "C"]) -> tuple[int, ...]:
             break
         found = finer
     return found
+
+
+def _estimated_work(ordered: Int[np.ndarray, "C"], capacities: tuple[int, ...]) -> float:
+    """Return the estimated work of all clients, whose sizes are in ascending order."""
+    clients = np.diff(np.searchsorted(ordered, capacities, side="right"), prepend=0)
+    # Each client costs its capacity with padding, a fixed overhead, and its training.
+    positions = clients @ np.array(capacities)
+    overhead = _OVERHEAD * len(ordered)
+    training = _WORK * ordered.sum(dtype=np.int64)
+    return float(positions + overhead + training)
 
 
 def in_rows(clients: Clients) -> Clients:
@@ -183,6 +188,22 @@ def everywhere(mesh: Mesh, tree: Tree) -> Tree:
 
 def _same(tree: Tree) -> Tree:
     return tree
+
+
+def on_devices(
+    work: Callable[..., Tree], population: Population, *layouts: P | Clients
+) -> Callable[..., Tree]:
+    """Return `work` as a function of arrays on all devices, where each device has its own part.
+
+    Args:
+        work: Function of one device's arrays. Its results have an axis of clients or devices.
+        population: The clients on their devices.
+        layouts: Sharding of each argument.
+    """
+    # Algorithms start loops from constants, which `check_vma` considers replicated.
+    return jax.shard_map(
+        work, mesh=population.mesh, in_specs=layouts, out_specs=P("clients"), check_vma=False
+    )
 
 
 def by_capacity(

@@ -16,6 +16,7 @@ from jaxfl.backend import compiler_options, of_mesh, traced_for
 from jaxfl.engine.mesh import Population, data_of, everywhere
 from jaxfl.engine.round import Center, Keys, Records, all_keys, one_round
 from jaxfl.engine.states import States
+from jaxfl.local.lanes import zeros_of
 from jaxfl.models.frozen import given
 from jaxfl.privacy.audit import first_scores
 from jaxfl.privacy.noise import derive
@@ -213,19 +214,7 @@ def compile_rounds(
                 return one_round(algorithm, placed, chunk, keys, index, center, states)
 
             first = jnp.asarray(start, jnp.int32)
-            # The loop writes rows into records, so it needs their shapes before its first round.
-            _, _, shapes = jax.eval_shape(step, first, center, states)
-            records = jax.tree.map(
-                lambda leaf: jnp.zeros((segment, *leaf.shape), leaf.dtype), shapes
-            )
-
-            def body(i: Int[Array, ""], carry: tuple) -> tuple:
-                center, states, records = carry
-                center, states, record = step(first + i, center, states)
-                records = jax.tree.map(lambda all_, new: all_.at[i].set(new), records, record)
-                return center, states, records
-
-            return lax.fori_loop(0, jnp.minimum(rounds, segment), body, (center, states, records))
+            return _recorded(step, first, rounds, segment, center, states)
 
         return over_points(rounds_of, algorithm)(keys, center, states)
 
@@ -237,6 +226,28 @@ def compile_rounds(
     )
     # Clients are an argument, so a cached program serves others of equal shapes.
     return functools.partial(program, population.clients)
+
+
+def _recorded(
+    step: Callable[..., tuple[Center, States, Records]],
+    first: Int[Array, ""],
+    rounds: Any,
+    segment: int,
+    center: Center,
+    states: States,
+) -> tuple[Center, States, Records]:
+    """Run rounds by `step` from round `first`, with their records in the rows of `segment`."""
+    # The loop writes rows into records, so it needs their shapes before its first round.
+    _, _, shapes = jax.eval_shape(step, first, center, states)
+    records = zeros_of(shapes, segment)
+
+    def body(i: Int[Array, ""], carry: tuple) -> tuple:
+        center, states, records = carry
+        center, states, record = step(first + i, center, states)
+        records = jax.tree.map(lambda all_, new: all_.at[i].set(new), records, record)
+        return center, states, records
+
+    return lax.fori_loop(0, jnp.minimum(rounds, segment), body, (center, states, records))
 
 
 def compile_for(

@@ -22,13 +22,15 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int, Key
 
-from jaxfl.engine.mesh import Population, by_capacity, data_of
+from jaxfl.engine.mesh import Population, by_capacity, data_of, on_devices
 from jaxfl.engine.states import States
+from jaxfl.local.lanes import zeros_of
 from jaxfl.privacy.audit import audited_aggregate, draw_canaries
 from jaxfl.privacy.clip import clip
 from jaxfl.privacy.dp_sgd import trainings
 from jaxfl.privacy.mechanisms.gaussian import Cohort, Participant, Total
 from jaxfl.privacy.noise import CLIENT, PRIVATE_STEPS, derive
+from jaxfl.privacy.representation import Floats
 from jaxfl.privacy.sampling import Sampling
 from jaxfl.privacy.sums import add, add_up
 from jaxfl.tasks import is_taken
@@ -97,6 +99,32 @@ class _Slots(NamedTuple):
     """Std of the noise that the client adds, divided by the clip bound."""
     example_noise: Float[Array, "S"]
     """Noise multiplier of the client's private local steps, or 0 without these."""
+
+
+class _Round(NamedTuple):
+    """What the participants of a round have in common."""
+
+    algorithm: Algorithm
+    population: Population
+    """The clients on one device."""
+    keys: Keys
+    """Streams of the round."""
+    index: Int[Array, ""]
+    center: Center
+
+
+class _Client(NamedTuple):
+    """Values of the client in one slot."""
+
+    slot: Int[Array, ""]
+    real: Bool[Array, ""]
+    """Whether the slot has a client. Otherwise it is padding."""
+    id: Int[Array, ""]
+    """Index of the client among all clients."""
+    train_size: Int[Array, ""]
+    weight: Float[Array, ""]
+    scale: Float[Array, ""]
+    """The weight, divided by the unit of the sums."""
 
 
 class Sums(NamedTuple):
@@ -204,18 +232,14 @@ def add_participants(
         total = jax.tree.map(lambda leaf: leaf[0], total)
         # The population holds the arrays of all devices, and `clients` those of this device.
         local = population._replace(clients=clients)
-        total, states = _cohort(algorithm, chunk, keys, index, slots, total, center, states, local)
+        shared = _Round(algorithm, local, keys, index, center)
+        total, states = _cohort(shared, chunk, slots, total, states)
         # `add_up` sums over devices once a round, because `psum` has no carries for `Wide`.
         return jax.tree.map(lambda leaf: leaf[None], total), states
 
     by_client = P("clients")
-    # Algorithms start loops from constants, which `check_vma` considers replicated.
-    add_on_devices = jax.shard_map(
-        add,
-        mesh=population.mesh,
-        in_specs=(by_client, by_client, P(), by_client, population.layout),
-        out_specs=by_client,
-        check_vma=False,
+    add_on_devices = on_devices(
+        add, population, by_client, by_client, P(), by_client, population.layout
     )
     slots = _slots(algorithm, cohort, ids, center)
     return add_on_devices(total, slots, center, states, population.clients)
@@ -239,20 +263,37 @@ def finish_round(
     Returns:
         The shared state after the round, and the round's records.
     """
-    mechanism = algorithm.mechanism
-    numbers = cohort.numbers
     total = add_up(total)
-    scores = center.scores
+    aggregate, std, memory, scores = _aggregated(
+        algorithm, mesh, keys, cohort, total.contributions, center
+    )
+    server = _stepped(algorithm, center.server, aggregate, total.contributions.weight)
+    # If nobody informs, all sums of infos are 0, and so are their means.
+    informing = jnp.maximum(total.informing, 1)
+    info = {name: value / informing for name, value in total.info.items()}
+    info["participants"] = total.participants
+    ledger = _ledger_of(algorithm, cohort, std)
+    center = Center(server, memory, scores)
+    return center, Records(ledger, info, total.nonfinite, _all_finite(server))
+
+
+def _aggregated(
+    algorithm: Algorithm, mesh: Mesh, keys: Keys, cohort: Cohort, total: Total, center: Center
+) -> tuple[Tree, Float[Array, ""], Tree, Tree]:
+    """Return the aggregate, its noise's std, and the next memory and scores of the center."""
+    mechanism = algorithm.mechanism
     if algorithm.audit is None:
-        aggregate, std, memory = mechanism.aggregate(
-            keys.noise, center.memory, cohort, total.contributions, mesh
-        )
-    else:
-        aggregate, std, memory, scores = audited_aggregate(
-            mechanism, keys.noise, center.memory, scores, cohort, total.contributions, mesh
-        )
+        found = mechanism.aggregate(keys.noise, center.memory, cohort, total, mesh)
+        return *found, center.scores
+    return audited_aggregate(
+        mechanism, keys.noise, center.memory, center.scores, cohort, total, mesh
+    )
+
+
+def _stepped(algorithm: Algorithm, server: Tree, aggregate: Tree, weight: Float[Array, ""]) -> Tree:
+    """Return the server's state after its step. `weight` is the sum of the cohort's weights."""
     # The step reads nothing of the clients but the aggregate, so it costs no further privacy.
-    stepped = algorithm.server_update(center.server, aggregate)
+    stepped = algorithm.server_update(server, aggregate)
 
     # An update in single precision would widen parameters in half precision.
     def in_old_dtype(new: Array, old: Array) -> Array:
@@ -260,17 +301,17 @@ def finish_round(
             return new
         return new.astype(old.dtype)
 
-    server = jax.tree.map(in_old_dtype, stepped, center.server)
+    stepped = jax.tree.map(in_old_dtype, stepped, server)
+    if algorithm.mechanism.denominator != "participants":
+        return stepped
     # The server stays as it is after an empty cohort, which this denominator reveals anyway.
-    if mechanism.denominator == "participants":
-        server = jax.tree.map(
-            lambda a, b: jnp.where(total.contributions.weight > 0, a, b), server, center.server
-        )
-    # If nobody informs, all sums of infos are 0, and so are their means.
-    informing = jnp.maximum(total.informing, 1)
-    info = {name: value / informing for name, value in total.info.items()}
-    info["participants"] = total.participants
-    ledger = Ledger(
+    return jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), stepped, server)
+
+
+def _ledger_of(algorithm: Algorithm, cohort: Cohort, std: Float[Array, ""]) -> Ledger:
+    """Return the ledger of a round whose aggregate has noise of this std."""
+    numbers = cohort.numbers
+    return Ledger(
         cohort.sampled,
         numbers.client_noise,
         numbers.weights,
@@ -279,8 +320,6 @@ def finish_round(
         _example_noise(algorithm),
         cohort.notes,
     )
-    center = Center(server, memory, scores)
-    return center, Records(ledger, info, total.nonfinite, _all_finite(server))
 
 
 def _example_noise(algorithm: Algorithm) -> Float[Array, "#C"]:
@@ -320,95 +359,141 @@ def _slots(algorithm: Algorithm, cohort: Cohort, ids: Int[Array, "S"], center: C
 
 
 def _cohort(
-    algorithm: Algorithm,
-    chunk: int,
-    keys: Keys,
-    index: Int[Array, ""],
-    slots: _Slots,
-    total: Sums | None,
-    center: Center,
-    states: States,
-    population: Population,
+    shared: _Round, chunk: int, slots: _Slots, total: Sums | None, states: States
 ) -> tuple[Sums, States]:
     """Add one device's participants to its sums, `chunk` at a time, and return its client states.
 
-    The population's clients are those on the device. The length of the loop follows the number of
-    participants.
+    The length of the loop follows the number of participants.
     """
-    representation = algorithm.mechanism.representation
-    count = slots.ids.shape[0]
-    most = algorithm.mechanism.sampling.most(population.num_clients)
-    chunk = min(chunk, count, useful_lanes(algorithm.mechanism.sampling, population))
+    mechanism = shared.algorithm.mechanism
+    representation = mechanism.representation
+    most = mechanism.sampling.most(shared.population.num_clients)
+    lanes = useful_lanes(mechanism.sampling, shared.population)
+    chunk = min(chunk, slots.ids.shape[0], lanes)
     chunks = -(-jnp.sum(slots.sampled) // chunk)
-    padded = -(-count // chunk) * chunk
-    # The length must be static, so places without a participant hold `count`, which is no slot.
-    (order,) = jnp.nonzero(slots.sampled, size=padded, fill_value=count)
-    # A chunk runs until its largest client is done, so clients are sorted by size.
-    if chunk > 1 and population.size is None:
-        # Padding has the size -1, so clients without examples come before the padding.
-        size = jnp.asarray(population.clients.train_size).at[order].get(mode="fill", fill_value=-1)
-        order = order[jnp.argsort(-size)]
+    order = _order_of(slots, chunk, shared.population)
 
     # Under `jit`, the shapes, the check of private steps and the loop share one trace.
     @functools.partial(jax.jit, inline=True)
     def client(slot: Int[Array, ""], states: States) -> tuple[Sums, Tree, Tree]:
-        share, state = _participant(algorithm, keys, index, slots, slot, center, states, population)
-        contributions = share.contributions
+        share, state = _participant(shared, slots, slot, states)
         # Rows are placed by their client's rank. They are not added up.
-        share = share._replace(contributions=contributions._replace(rows=()))
-        return share, contributions.rows, state
-
-    # A single client has no batch axis, because an axis of length 1 makes matrix products slow.
-    of_chunk: Callable[..., tuple[Sums, Tree, Tree]] = client
-    lanes: tuple[int, ...] = ()
-    if chunk > 1:
-        of_chunk = jax.vmap(client, (0, None))
-        lanes = (chunk,)
-
-    def body(i: Int[Array, ""], carry: tuple) -> tuple:
-        part, rows, states = carry
-        slot = order[i] if chunk == 1 else lax.dynamic_slice(order, (i * chunk,), (chunk,))
-        added, row, state = of_chunk(slot, states)
-        rank = slots.rank.at[slot].get(mode="fill", fill_value=most)
-        # Each rank is on one device only, so `finish_round` joins the rows by a sum.
-        rows = jax.tree.map(lambda all_, new: all_.at[rank].set(new, mode="drop"), rows, row)
-        return optax.tree.add(part, added), rows, states.put(slot, state)
-
-    def settle(part: Sums) -> Sums:
-        if chunk == 1:
-            part = jax.tree.map(lambda leaf: leaf[None], part)
-        # Lanes are settled before they are added, so that each float of a noisy sum holds at
-        # most eight clients.
-        settled = representation.settle(part.contributions.update)
-        return add_up(part._replace(contributions=part.contributions._replace(update=settled)))
+        return _with_rows(share, ()), share.contributions.rows, state
 
     # One trace of a client gives the shapes of the sums, and shows its private steps.
     program, (shapes, row, _) = jax.make_jaxpr(client, return_shape=True)(
         jnp.zeros((), order.dtype), states
     )
-    _check_private_steps(algorithm, program.jaxpr)
-    zero = jax.tree.map(lambda leaf: jnp.zeros((*lanes, *leaf.shape), leaf.dtype), shapes)
+    _check_private_steps(shared.algorithm, program.jaxpr)
+    zero = zeros_of(shapes) if chunk == 1 else zeros_of(shapes, chunk)
+    settle = functools.partial(_settled, representation, chunk)
     if total is None:
-        rows = jax.tree.map(lambda leaf: jnp.zeros((most, *leaf.shape), leaf.dtype), row)
+        rows = zeros_of(row, most)
         # The compiler would add up the constants of `settle(zero)`, for as long as a minute.
-        settled = jax.eval_shape(settle, zero)
-        sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), settled)
+        sums = zeros_of(jax.eval_shape(settle, zero))
     else:
         rows = total.contributions.rows
-        sums = total._replace(contributions=total.contributions._replace(rows=()))
+        sums = _with_rows(total, ())
 
     # Without a limit, a single sum takes all chunks.
     length = representation.chunks_per_sum or max(len(order), 1)
+    add_chunk = _chunk_adder(client, order, chunk, slots.rank, most)
+    carry = (sums, rows, states)
+    sums, rows, states = _in_blocks(add_chunk, settle, chunks, length, zero, carry)
+    return _with_rows(sums, rows), states
+
+
+def _in_blocks(
+    add_chunk: Callable[..., tuple],
+    settle: Callable[[Sums], Sums],
+    chunks: Int[Array, ""],
+    length: int,
+    zero: Sums,
+    carry: tuple,
+) -> tuple:
+    """Add all chunks, lane by lane within a block, and blocks in the numbers of `settle`.
+
+    Args:
+        add_chunk: Body of the loop over a block's chunks.
+        settle: Function from a block's sums by lane to its sums.
+        chunks: Number of chunks.
+        length: Number of chunks of a block.
+        zero: Sums by lane at the start of a block.
+        carry: Sums, rows and states so far.
+
+    Returns:
+        The carry after all blocks.
+    """
 
     def block(b: Int[Array, ""], carry: tuple) -> tuple:
         sums, *others = carry
         end = jnp.minimum((b + 1) * length, chunks)
-        part, rows, states = lax.fori_loop(b * length, end, body, (zero, *others))
+        part, rows, states = lax.fori_loop(b * length, end, add_chunk, (zero, *others))
         return add(sums, settle(part)), rows, states
 
-    # Chunks are added up lane by lane within a block, and blocks in the numbers of `settle`.
-    sums, rows, states = lax.fori_loop(0, -(-chunks // length), block, (sums, rows, states))
-    return sums._replace(contributions=sums.contributions._replace(rows=rows)), states
+    return lax.fori_loop(0, -(-chunks // length), block, carry)
+
+
+def _chunk_adder(
+    client: Callable[..., tuple[Sums, Tree, Tree]],
+    order: Int[Array, "N"],
+    chunk: int,
+    ranks: Int[Array, "S"],
+    most: int,
+) -> Callable[..., tuple]:
+    """Return the body of a loop that adds the chunk i to sums, rows and states.
+
+    Args:
+        client: Function of a slot and the states that returns its share, row and new state.
+        order: Slots of the participants.
+        chunk: Number of clients vectorised at a time.
+        ranks: Row of each slot.
+        most: Number of rows.
+    """
+    # A single client has no batch axis, because an axis of length 1 makes matrix products slow.
+    of_chunk = client
+    if chunk > 1:
+        of_chunk = jax.vmap(client, (0, None))
+
+    def add_chunk(i: Int[Array, ""], carry: tuple) -> tuple:
+        part, rows, states = carry
+        slot = order[i] if chunk == 1 else lax.dynamic_slice(order, (i * chunk,), (chunk,))
+        added, row, state = of_chunk(slot, states)
+        rank = ranks.at[slot].get(mode="fill", fill_value=most)
+        # Each rank is on one device only, so `finish_round` joins the rows by a sum.
+        rows = jax.tree.map(lambda all_, new: all_.at[rank].set(new, mode="drop"), rows, row)
+        return optax.tree.add(part, added), rows, states.put(slot, state)
+
+    return add_chunk
+
+
+def _order_of(slots: _Slots, chunk: int, population: Population) -> Int[Array, "N"]:
+    """Return the slots of a device's participants in the order of their chunks, then padding."""
+    count = slots.ids.shape[0]
+    padded = -(-count // chunk) * chunk
+    # The length must be static, so places without a participant hold `count`, which is no slot.
+    (order,) = jnp.nonzero(slots.sampled, size=padded, fill_value=count)
+    if chunk == 1 or population.size is not None:
+        return order
+    # A chunk runs until its largest client is done, so clients are sorted by size.
+    # Padding has the size -1, so clients without examples come before the padding.
+    size = jnp.asarray(population.clients.train_size).at[order].get(mode="fill", fill_value=-1)
+    return order[jnp.argsort(-size)]
+
+
+def _with_rows(sums: Sums, rows: Tree) -> Sums:
+    """Return the sums with other rows of participants."""
+    return sums._replace(contributions=sums.contributions._replace(rows=rows))
+
+
+def _settled(representation: Floats, chunk: int, part: Sums) -> Sums:
+    """Return the sum over the lanes of a chunk, in the numbers in which blocks are added up."""
+    if chunk == 1:
+        part = jax.tree.map(lambda leaf: leaf[None], part)
+    # Lanes are settled before they are added, so that each float of a noisy sum holds at most eight
+    # clients.
+    settled = representation.settle(part.contributions.update)
+    return add_up(part._replace(contributions=part.contributions._replace(update=settled)))
 
 
 def useful_lanes(sampling: Sampling, population: Population) -> int:
@@ -427,86 +512,107 @@ def useful_lanes(sampling: Sampling, population: Population) -> int:
 
 
 def _participant(
-    algorithm: Algorithm,
-    keys: Keys,
-    index: Int[Array, ""],
-    slots: _Slots,
-    slot: Int[Array, ""],
-    center: Center,
-    states: States,
-    population: Population,
+    shared: _Round, slots: _Slots, slot: Int[Array, ""], states: States
 ) -> tuple[Sums, Tree]:
     """Return one client's share of the sums, and its new state. Padding contributes zero.
 
     A client whose update is dropped contributes only its noise, and keeps its old state.
     """
-    mechanism = algorithm.mechanism
-    server, memory, _ = center
-    real = slot < slots.ids.shape[0]
-    # A padding slot reads the device's last client, because JAX clips an index beyond the end. It
-    # has no examples, so nobody waits for its training.
-    client_id = slots.ids[slot]
-    train_size = jnp.where(real, population.clients.train_size[slot], 0)
-    size: Any = population.size
-    if size is None:
-        size = train_size
-    # Padding has the weight 0, so that nothing that it computes changes a sum.
-    weight = jnp.where(real, slots.weights[slot], 0.0)
-    scale = jnp.where(real, slots.scale[slot], 0.0)
+    algorithm = shared.algorithm
+    client = _client_at(slot, slots, shared.population)
     old = states[slot]
-    private = algorithm.dp_sgd is not None
-    noise = None
-    if private:
-        # The batches of private steps must be as secret as the noise, so both have its stream.
-        noise = StepNoise(slots.example_noise[slot], derive(keys.noise, PRIVATE_STEPS, client_id))
+    message, new, info = _updated(shared, client, slots, old)
 
-    def updated(capacity: int) -> tuple[Message, Tree, dict[str, Array]]:
-        data = data_of(population.clients, slot, client_id, capacity, noise, index, size)
-        key = derive(keys.clients, CLIENT, client_id)
-        message, state, info = algorithm.client_update(key, server, old, data)
-        # The names are known while JAX traces, so a compiled round has no check.
-        _check_names(algorithm, info)
-        return message, state, info
-
-    message, new, info = by_capacity(population.capacities, train_size, updated)
-
-    bound = mechanism.update_bound(memory)
+    bound = algorithm.mechanism.update_bound(shared.center.memory)
     update, norm = clip(message.update, bound)
     finite_state = _all_finite(new)
     # The joint norm is finite only if all numbers of the update are.
     finite = jnp.isfinite(norm)
     # Private steps do not protect a state, so the state must not decide whether an update is sent.
-    if not private:
+    if algorithm.dp_sgd is None:
         finite &= finite_state
+    sent = _zero_unless(finite, Message(update, message.extra))
+    new = jax.tree.map(lambda a, b: jnp.where(finite & finite_state, a, b), new, old)
+    contributions = _contributed(shared, client, slots, sent, norm)
+    info = info | {"update_norm": norm, "clipped": (norm > bound).astype(jnp.float32)}
+    informs = finite & finite_state & client.real
+    info = {name: jnp.where(informs, value, 0.0) for name, value in info.items()}
+    return Sums(
+        contributions,
+        info,
+        informing=informs.astype(jnp.float32),
+        participants=client.real.astype(jnp.float32),
+        nonfinite=(client.real & ~finite).astype(jnp.int32),
+    ), new
+
+
+def _client_at(slot: Int[Array, ""], slots: _Slots, population: Population) -> _Client:
+    """Return the values of a slot's client, or of padding if there is no such slot."""
+    real = slot < slots.ids.shape[0]
+    return _Client(
+        slot,
+        real,
+        # Padding reads the device's last client, because JAX clips an index beyond the end.
+        id=slots.ids[slot],
+        # Padding has no examples, so nobody waits for its training.
+        train_size=jnp.where(real, population.clients.train_size[slot], 0),
+        # Padding has the weight 0, so that nothing that it computes changes a sum.
+        weight=jnp.where(real, slots.weights[slot], 0.0),
+        scale=jnp.where(real, slots.scale[slot], 0.0),
+    )
+
+
+def _updated(
+    shared: _Round, client: _Client, slots: _Slots, old: Tree
+) -> tuple[Message, Tree, dict[str, Array]]:
+    """Return the results of `client_update` for a client with the state `old`."""
+    algorithm, population, keys, index, center = shared
+    noise = None
+    if algorithm.dp_sgd is not None:
+        # The batches of private steps must be as secret as the noise, so both have its stream.
+        multiplier = slots.example_noise[client.slot]
+        noise = StepNoise(multiplier, derive(keys.noise, PRIVATE_STEPS, client.id))
+    size: Any = population.size
+    if size is None:
+        size = client.train_size
+
+    def with_capacity(capacity: int) -> tuple[Message, Tree, dict[str, Array]]:
+        data = data_of(population.clients, client.slot, client.id, capacity, noise, index, size)
+        key = derive(keys.clients, CLIENT, client.id)
+        message, state, info = algorithm.client_update(key, center.server, old, data)
+        # The names are known while JAX traces, so a compiled round has no check.
+        _check_names(algorithm, info)
+        return message, state, info
+
+    return by_capacity(population.capacities, client.train_size, with_capacity)
+
+
+def _zero_unless(finite: Bool[Array, ""], message: Message) -> Message:
+    """Return the message, with zeros in place of all floating numbers unless it is finite."""
 
     def finite_or_zero(leaf: Array) -> Array:
         if _is_float(leaf):
             return jnp.where(finite, leaf, 0)
         return leaf
 
-    bounded = Message(update, message.extra)
-    sent = jax.tree.map(finite_or_zero, bounded)
-    new = jax.tree.map(lambda a, b: jnp.where(finite & finite_state, a, b), new, old)
+    return jax.tree.map(finite_or_zero, message)
+
+
+def _contributed(
+    shared: _Round, client: _Client, slots: _Slots, sent: Message, norm: Float[Array, ""]
+) -> Total:
+    """Return a client's contribution, with its noise, as a sum over this client alone."""
+    mechanism = shared.algorithm.mechanism
+    memory = shared.center.memory
     # A dropped update keeps its client's noise, which the accountant counts.
-    contribution = mechanism.contribute(
-        keys.noise, memory, Participant(client_id, slots.noise[slot]), sent, norm
-    )
+    participant = Participant(client.id, slots.noise[client.slot])
+    contribution = mechanism.contribute(shared.keys.noise, memory, participant, sent, norm)
     update = mechanism.representation.in_units(
-        contribution.update, contribution.norm, mechanism.contribution_bound(memory), scale
+        contribution.update, contribution.norm, mechanism.contribution_bound(memory), client.scale
     )
     # The clients' noise is independent, so its variances add up in the sum.
-    variance = (weight * slots.noise[slot]) ** 2
-    client_total = Total(update, variance=variance, weight=weight, rows=contribution.row)
-    info = info | {"update_norm": norm, "clipped": (norm > bound).astype(jnp.float32)}
-    informs = finite & finite_state & real
-    info = {name: jnp.where(informs, value, 0.0) for name, value in info.items()}
-    return Sums(
-        client_total,
-        info,
-        informing=informs.astype(jnp.float32),
-        participants=real.astype(jnp.float32),
-        nonfinite=(real & ~finite).astype(jnp.int32),
-    ), new
+    variance = (client.weight * slots.noise[client.slot]) ** 2
+    return Total(update, variance=variance, weight=client.weight, rows=contribution.row)
 
 
 def _check_private_steps(algorithm: Algorithm, client: core.Jaxpr) -> None:

@@ -141,30 +141,11 @@ class Store:
                 checkpoint.
         """
         assert self.folder is not None
-        path = self.folder / ROWS
-        size = 2 * self.num_clients * self.bytes_per_client
-        if self.bytes_per_client:
-            if files.kind(path) is None:
-                raise DamagedError(f"{path} is missing")
-            if not files.is_regular(path) or path.stat().st_size != size:
-                raise DamagedError(f"{path} does not have {size} bytes")
-            # A read-only file is mapped copy-on-write, so rows that `states` moves stay in
-            # memory.
-            if os.access(path, os.W_OK):
-                self._map(path, os.O_RDWR, "r+")
-            else:
-                self._map(path, os.O_RDONLY, "c")
+        self._map_existing(self.folder / ROWS)
         # Later writes change both arrays in place, so the store has copies of its own.
         self.side = np.array(side)
         self.sums = np.array(sums)
-        parts = self._parts(np.arange(self.num_clients))
-        sums_now = np.concatenate([_checksums(self.bytes[self.side[ids], ids]) for ids in parts])
-        wrong = np.flatnonzero(sums_now != self.sums)
-        if wrong.size:
-            raise DamagedError(
-                f"the states of {wrong.size} clients, the first of which is client {wrong[0]}, "
-                "are damaged or of later rounds"
-            )
+        self._check_rows()
         self.commit()
 
     def states(self) -> Tree:
@@ -185,6 +166,36 @@ class Store:
             # A caller that wrote to the rows would invalidate their checksums.
             leaf.flags.writeable = False
         return views
+
+    def _map_existing(self, path: pathlib.Path) -> None:
+        """Map the file that an earlier process has written. States without numbers have no file.
+
+        Raises:
+            DamagedError: The file is missing or has another size.
+        """
+        if not self.bytes_per_client:
+            return
+        if files.kind(path) is None:
+            raise DamagedError(f"{path} is missing")
+        size = 2 * self.num_clients * self.bytes_per_client
+        if not files.is_regular(path) or path.stat().st_size != size:
+            raise DamagedError(f"{path} does not have {size} bytes")
+        # A read-only file is mapped copy-on-write, so rows that `states` moves stay in memory.
+        if os.access(path, os.W_OK):
+            self._map(path, os.O_RDWR, "r+")
+        else:
+            self._map(path, os.O_RDONLY, "c")
+
+    def _check_rows(self) -> None:
+        """Require rows with their checksums, or raise a `DamagedError`."""
+        parts = self._parts(np.arange(self.num_clients))
+        sums_now = np.concatenate([_checksums(self.bytes[self.side[ids], ids]) for ids in parts])
+        wrong = np.flatnonzero(sums_now != self.sums)
+        if wrong.size:
+            raise DamagedError(
+                f"the states of {wrong.size} clients, the first of which is client {wrong[0]}, "
+                "are damaged or of later rounds"
+            )
 
     def _map(self, path: pathlib.Path, flags: int, mode: Literal["w+", "r+", "c"]) -> None:
         """Map the rows of a file. The file is closed again, because a map needs no descriptor.

@@ -102,10 +102,7 @@ def _mean_over(
     """
     batch_size = min(batch_size, data.padded)
 
-    def block(i: Array) -> tuple[Array, Array, Array]:
-        positions = i * batch_size + jnp.arange(batch_size)
-        inputs, labels = data.take(positions)
-        return model.prepare(inputs), labels, (positions < data.size).astype(jnp.float32)
+    block = functools.partial(_weighted_block, model, data, batch_size)
 
     def step(
         i: Array, carry: tuple[Tree, tuple[Array, Array, Array]]
@@ -120,6 +117,15 @@ def _mean_over(
     blocks = longest((data.size + batch_size - 1) // batch_size)
     total, _ = jax.lax.fori_loop(0, blocks, step, start)
     return jax.tree.map(lambda leaf: leaf / jnp.maximum(data.size, 1), total)
+
+
+def _weighted_block(
+    model: Model, data: ClientData, batch_size: int, i: Array
+) -> tuple[Array, Array, Array]:
+    """Return the prepared inputs, the labels and the weights of a block of examples."""
+    positions = i * batch_size + jnp.arange(batch_size)
+    inputs, labels = data.take(positions)
+    return model.prepare(inputs), labels, (positions < data.size).astype(jnp.float32)
 
 
 def normalize_per_layer(fisher: Tree) -> Tree:
@@ -157,11 +163,6 @@ def _squares_one_by_one(
     chunk = min(chunk, len(labels))
     axis = _batch_axis(model)
 
-    def split(array: Array) -> Array:
-        inner_axes = [(0, 0)] * (array.ndim - 1)
-        padded = jnp.pad(array, [(0, -len(labels) % chunk), *inner_axes])
-        return padded.reshape(-1, chunk, *array.shape[1:])
-
     def loss(p: Params, x: Array, label: Array, weight: Array) -> Array:
         return weight * model.task.loss(model.apply(p, jnp.expand_dims(x, axis)), label[None])[0]
 
@@ -169,10 +170,18 @@ def _squares_one_by_one(
         gradients = jax.vmap(functools.partial(jax.grad(loss), params))(*examples)
         return jax.tree.map(lambda t, g: t + (g * g).sum(0), total, gradients), None
 
-    # Examples that fill up the last chunk have the weight 0.
-    examples = jax.tree.map(split, (jnp.moveaxis(x, axis, 0), labels, weights))
+    arrays = (jnp.moveaxis(x, axis, 0), labels, weights)
+    examples = jax.tree.map(functools.partial(_chunked, chunk), arrays)
     total, _ = jax.lax.scan(step, _accurate_zeros(params), examples)
     return total
+
+
+def _chunked(chunk: int, array: Array) -> Array:
+    """Return the array [B, ...] as chunks [B / chunk, chunk, ...]."""
+    inner_axes = [(0, 0)] * (array.ndim - 1)
+    # Examples that fill up the last chunk have the weight 0.
+    padded = jnp.pad(array, [(0, -len(array) % chunk), *inner_axes])
+    return padded.reshape(-1, chunk, *array.shape[1:])
 
 
 def _accurate_zeros(params: Params) -> Tree:

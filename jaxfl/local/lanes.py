@@ -31,6 +31,11 @@ def begin(tree: Tree) -> Tree:
     return tree
 
 
+def zeros_of(shapes: Tree, *leading: int) -> Tree:
+    """Return zeros of these shapes and dtypes, with further leading axes, as a loop's carry."""
+    return jax.tree.map(lambda leaf: jnp.zeros((*leading, *leaf.shape), leaf.dtype), shapes)
+
+
 @custom_vmap
 def longest(bound: Shaped[Array, ""]) -> Shaped[Array, ""]:
     """Return the largest value of all lanes, for a loop's bound or for its condition.

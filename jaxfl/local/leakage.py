@@ -80,14 +80,36 @@ def client_risk(
         weights = factors
         if reading != "output":
             weights = _doubts(model, params, data)
-        real_weights = jnp.where(chosen < data.size, weights, 0.0)
-        drawn, weighted = _draw(drawing, real_weights, most, data.size)
-        # The size is traced, so the draw is made for small clients too, which then take everything.
-        few = data.size <= most
-        chosen = jnp.where(few, chosen[:most], drawn)
-        factors = jnp.where(few, 1.0, weighted)
+        chosen, factors = _some_of(drawing, chosen, weights, most, data.size)
+
+    def risks_of(i: Int[Array, ""], inputs: Array, labels: Array) -> Float[Array, "B"]:
+        if reading == "output":
+            return output_risk(model, params, inputs)
+        return probe_risk(jax.random.fold_in(probing, i), model, params, inputs, labels, probes)
+
+    return _weighted_mean(risks_of, data, chosen, factors, num_examples, batch)
+
+
+def _weighted_mean(
+    risks_of: Callable[..., Float[Array, "B"]],
+    data: ClientData,
+    chosen: Int[Array, "M"],
+    factors: Float[Array, "M"],
+    count: Int[Array, ""],
+    batch: int,
+) -> Float[Array, ""]:
+    """Return the mean of factor times risk over the first `count` of the chosen positions.
+
+    Args:
+        risks_of: Function of a block's index, inputs and labels that returns their risks.
+        data: Examples of the client.
+        chosen: Positions of examples.
+        factors: Factor of each of these positions.
+        count: Number of positions that count.
+        batch: Number B of examples in a block.
+    """
     # Position 0 fills up the last block, and does not count.
-    padding = (0, -most % batch)
+    padding = (0, -len(chosen) % batch)
     chosen = jnp.pad(chosen, padding)
     factors = jnp.pad(factors, padding)
 
@@ -95,16 +117,27 @@ def client_risk(
         positions = lax.dynamic_slice_in_dim(chosen, i * batch, batch)
         factor = lax.dynamic_slice_in_dim(factors, i * batch, batch)
         inputs, labels = data.take(positions)
-        if reading == "output":
-            risks = output_risk(model, params, inputs)
-        else:
-            probe_key = jax.random.fold_in(probing, i)
-            risks = probe_risk(probe_key, model, params, inputs, labels, probes)
-        counts = i * batch + jnp.arange(batch) < num_examples
+        risks = risks_of(i, inputs, labels)
+        counts = i * batch + jnp.arange(batch) < count
         return total + jnp.sum(jnp.where(counts, factor * risks, 0.0))
 
-    total = lax.fori_loop(0, longest(-(-num_examples // batch)), block, jnp.zeros(()))
-    return total / jnp.maximum(num_examples, 1)
+    total = lax.fori_loop(0, longest(-(-count // batch)), block, jnp.zeros(()))
+    return total / jnp.maximum(count, 1)
+
+
+def _some_of(
+    key: Key[Array, ""],
+    positions: Int[Array, "N"],
+    weights: Float[Array, "N"],
+    most: int,
+    size: Int[Array | np.ndarray, ""],
+) -> tuple[Int[Array, "M"], Float[Array, "M"]]:
+    """Return M = `most` drawn positions and their factors, or all of a small client's examples."""
+    real_weights = jnp.where(positions < size, weights, 0.0)
+    drawn, factors = _draw(key, real_weights, most, size)
+    # The size is traced, so the draw is made for small clients too, which then take everything.
+    few = size <= most
+    return jnp.where(few, positions[:most], drawn), jnp.where(few, 1.0, factors)
 
 
 def probe_risk(
@@ -161,31 +194,52 @@ def probe_risk(
     first = lax.map(probe, jnp.arange(searching))
     if probes == 1:
         return jnp.linalg.norm(first[0], axis=1)
-    # The estimate lies in the span of few rows, so their small Gram matrix suffices.
-    _, eigenvectors = jnp.linalg.eigh(jnp.einsum("sbn,tbn->bst", first, first))
-    # `eigh` returns eigenvalues in ascending order.
-    leading = eigenvectors[:, :, -1]
-    direction = jnp.einsum("bs,sbn->bn", leading, first)
-    size = jnp.linalg.norm(direction, axis=1, keepdims=True)
-    # A Jacobian of 0 has no direction, and keeps the vector 0.
-    unit = direction / jnp.where(size > 0, size, 1.0)
+    unit = _leading_directions(first)
 
     def across(i: Int[Array, ""]) -> Float[Array, "B"]:
         along = probe(i)
         # Rounding may leave a difference below 0.
         return jnp.maximum(jnp.sum(along**2, axis=1) - jnp.sum(along * unit, axis=1) ** 2, 0.0)
 
-    def gain(x: Array, label: Array, unit: Float[Array, "N"]) -> Float[Array, ""]:
+    gains = _squares_along(model, params, x, labels, unit, axis)
+    rests = lax.map(across, jnp.arange(searching, probes))
+    square = gains + jnp.mean(rests, axis=0)
+    return _unbiased_root(square, rests)
+
+
+def _leading_directions(rows: Float[Array, "S B N"]) -> Float[Array, "B N"]:
+    """Return the leading direction of S rows of each example, of length 1."""
+    # The estimate lies in the span of few rows, so their small Gram matrix suffices.
+    _, eigenvectors = jnp.linalg.eigh(jnp.einsum("sbn,tbn->bst", rows, rows))
+    # `eigh` returns eigenvalues in ascending order.
+    leading = eigenvectors[:, :, -1]
+    direction = jnp.einsum("bs,sbn->bn", leading, rows)
+    size = jnp.linalg.norm(direction, axis=1, keepdims=True)
+    # A Jacobian of 0 has no direction, and keeps the vector 0.
+    return direction / jnp.where(size > 0, size, 1.0)
+
+
+def _squares_along(
+    model: Model, params: Params, x: Array, labels: Array, units: Float[Array, "B N"], axis: int
+) -> Float[Array, "B"]:
+    r"""Return :math:`\|J(x) u\|^2` of each example, whose own direction u is in `units`."""
+
+    def square(x: Array, label: Array, unit: Float[Array, "N"]) -> Float[Array, ""]:
         gradient = _gradient(model, params, label, axis)
         _, tangent = jax.jvp(gradient, (x,), (unit.reshape(x.shape),))
         return jnp.asarray(optax.tree.norm(tangent, squared=True))
 
-    gains = jax.vmap(gain, (axis, 0, 0))(x, labels, unit)
-    rests = lax.map(across, jnp.arange(searching, probes))
-    square = gains + jnp.mean(rests, axis=0)
-    if len(rests) == 1:
+    return jax.vmap(square, (axis, 0, 0))(x, labels, units)
+
+
+def _unbiased_root(square: Float[Array, "B"], samples: Float[Array, "P B"]) -> Float[Array, "B"]:
+    """Return the root of an estimate that has the mean of `samples` as its random part.
+
+    With two or more samples, its bias is estimated and removed.
+    """
+    if len(samples) == 1:
         return jnp.sqrt(square)
-    variance = jnp.var(rests, axis=0, ddof=1) / len(rests)
+    variance = jnp.var(samples, axis=0, ddof=1) / len(samples)
     relative = variance / jnp.where(square > 0, square, 1.0) ** 2
     return jnp.sqrt(square) * (1 + relative / 8)
 

@@ -1,8 +1,9 @@
 """Masks of coordinates that are personal or shared, kept or dropped."""
 
+import functools
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +77,24 @@ def top_k_mask(values: Float[Array, "*S"], count: int | Array) -> Bool[Array, "*
     return ((bits > threshold) | (ties & (position < end))).reshape(values.shape)
 
 
+class _Search(NamedTuple):
+    """State of the search for a threshold that `count` values reach."""
+
+    low: Int[Array, ""]
+    """Lower end of the interval, which at least `count` values reach."""
+    high: Int[Array, ""]
+    """Upper end of the interval, which fewer than `count` values reach."""
+    over: Float[Array, ""]
+    """By how much more values than `count` reach `low`."""
+    under: Float[Array, ""]
+    """By how much fewer values than `count` reach `high`."""
+    last: Bool[Array, ""]
+    """Whether at least `count` values reached the last guess."""
+    stays: Float[Array, ""]
+    """Factor of the end of the interval that stayed at the last guess."""
+    turn: Int[Array, ""] | int
+
+
 def _threshold(
     bits: Int[Array, "D"], count: int | Array
 ) -> tuple[Int[Array, ""], Float[Array, ""]]:
@@ -86,38 +105,40 @@ def _threshold(
     their logarithms. Every fourth step halves the interval.
     """
 
-    def searching(state: tuple) -> Bool[Array, ""]:
-        low, high, over, *_ = state
-        return (over > 0) & (high - low > 1)
-
-    def narrow(state: tuple) -> tuple:
-        # `over` is by how much more values than `count` reach `low`, and `under` by how much fewer
-        # reach `high`. `last` is whether at least `count` values reached the last guess.
-        low, high, over, under, last, stays, turn = state
-        # An end of the interval that stays counts less in the next guess.
-        over_weight = jnp.where(last, over, over * stays)
-        under_weight = jnp.where(last, under * stays, under)
-        share = over_weight / (over_weight + under_weight)
-        guess = jnp.where(turn % 4 == 3, 0.5, share) * (high - low).astype(jnp.float32)
-        # A guess strictly inside narrows the interval in every pass.
-        middle = low + jnp.clip(guess.astype(jnp.int32), 1, high - low - 1)
-        excess = _number_of(bits >= middle) - count
-        reached = excess >= 0
-        low = jnp.where(reached, middle, low)
-        high = jnp.where(reached, high, middle)
-        over = jnp.where(reached, excess, over)
-        under = jnp.where(reached, under, -excess)
-        stays = jnp.where(reached == last, stays / 2, 1.0)
-        return low, high, over, under, reached, stays, turn + 1
+    def searching(state: _Search) -> Bool[Array, ""]:
+        return (state.over > 0) & (state.high - state.low > 1)
 
     over = jnp.asarray(bits.size - count, jnp.float32)
     under = jnp.asarray(count, jnp.float32)
     low = jnp.int32(0)
     high = jnp.max(bits) + 1
     # All values reach `low`, and none reaches `high`.
-    start = (low, high, over, under, jnp.bool(True), jnp.float32(1), 0)
-    low, _, over, *_ = lax.while_loop(searching, narrow, start)
-    return low, over + count
+    start = _Search(low, high, over, under, jnp.bool(True), jnp.float32(1), 0)
+    found = lax.while_loop(searching, functools.partial(_narrowed, bits, count), start)
+    return found.low, found.over + count
+
+
+def _narrowed(bits: Int[Array, "D"], count: int | Array, state: _Search) -> _Search:
+    """Return the search after one more guess."""
+    low, high, over, under, last, stays, turn = state
+    # An end of the interval that stays counts less in the next guess.
+    over_weight = jnp.where(last, over, over * stays)
+    under_weight = jnp.where(last, under * stays, under)
+    share = over_weight / (over_weight + under_weight)
+    guess = jnp.where(turn % 4 == 3, 0.5, share) * (high - low).astype(jnp.float32)
+    # A guess strictly inside narrows the interval in every pass.
+    middle = low + jnp.clip(guess.astype(jnp.int32), 1, high - low - 1)
+    excess = _number_of(bits >= middle) - count
+    reached = excess >= 0
+    return _Search(
+        low=jnp.where(reached, middle, low),
+        high=jnp.where(reached, high, middle),
+        over=jnp.where(reached, excess, over),
+        under=jnp.where(reached, under, -excess),
+        last=reached,
+        stays=jnp.where(reached == last, stays / 2, 1.0),
+        turn=turn + 1,
+    )
 
 
 def _number_of(mask: Bool[Array, "D"]) -> Float[Array, ""]:

@@ -8,7 +8,7 @@ import optax
 from jax import Array, lax
 from jaxtyping import Bool, Int, Shaped
 
-from jaxfl.local.lanes import longest
+from jaxfl.local.lanes import longest, zeros_of
 from jaxfl.types import ClientData, Model, Tree
 
 _EXAMPLES_PER_SUM = 128
@@ -47,7 +47,7 @@ def summed(
 
     # A loop's sum needs its shapes first, and a client without examples has a sum of 0, too.
     shapes = jax.eval_shape(lambda: of_block(0))
-    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    nothing = zeros_of(shapes)
     blocks = longest(-(-data.size // batch))
     return lax.fori_loop(0, blocks, add, nothing)
 

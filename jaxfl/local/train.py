@@ -5,7 +5,7 @@ import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -187,23 +187,79 @@ def train(
         ValueError: The optimizer is `optax.contrib.schedule_free` with a decay, or for a part of
             the parameters.
     """
-    padded = data.padded
     optimizer = decayed(local.optimizer, local.decay, data)
-    batch = min(local.batch_size, padded)
-    # Shapes follow the padded length, which is static, and loops the client's own size.
-    blocks, per_block = blocks_of(padded, batch)
+    layout = _layout_of(data.padded, local.batch_size, microbatch)
+    batches = -(-data.size // layout.batch)
+    total = _steps_of(local, data, batches)
+    value_and_gradient = _penalised_gradient(apply, loss, penalty)
+
+    def step(carry: tuple, key: Key[Array, ""], x: Array, labels: Array, weights: Array) -> tuple:
+        of_batch = functools.partial(
+            value_and_gradient, key=key, x=x, labels=labels, weights=weights
+        )
+        return descend(optimizer, of_batch, carry, mask=mask, gradient=gradient)
+
+    def epoch(index: Int[Array, ""], carry: tuple) -> tuple:
+        epoch_key = jax.random.fold_in(key, index)
+        order = _epoch_order(epoch_key, data, layout)
+        # The last epoch ends early if the number of steps is given.
+        epoch_batches = jnp.minimum(batches, total - index * batches)
+        examples_of = functools.partial(_block_of, data, prepare, layout, order)
+        return _over_batches(step, carry, epoch_key, epoch_batches, layout, examples_of)
+
+    start = (begin(params), first_state(optimizer, params, local.decay), jnp.zeros(()))
+    epochs = longest(-(-total // jnp.maximum(batches, 1)))
+    params, state, total_loss = lax.fori_loop(0, epochs, epoch, start)
+    params = weights_to_keep(state, params, mask, total)
+    return params, {"loss": total_loss / jnp.maximum(total, 1), "steps": total.astype(jnp.float32)}
+
+
+class _Layout(NamedTuple):
+    """Division of a client's positions into blocks of batches, and of batches into parts.
+
+    It follows the padded length, which is static. Loops follow the client's own size.
+    """
+
+    batch: int
+    """Number of examples of a batch."""
+    part: int
+    """Number of examples that go through the network at once. It divides that of a batch."""
+    blocks: int
+    per_block: int
+    """Number of batches of a block, whose examples are gathered at once."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Axes [batches, parts, examples] of a block."""
+        return self.per_block, self.batch // self.part, self.part
+
+
+def _layout_of(padded: int, batch_size: int, microbatch: int | None) -> _Layout:
+    """Return the layout of `padded` positions, without parts if `microbatch` is None."""
+    batch = min(batch_size, padded)
     # The part's size divides the batch, so parts need no padding.
     part = next(n for n in range(min(microbatch or batch, batch), 0, -1) if batch % n == 0)
-    shape = (per_block, batch // part, part)
-    batches = -(-data.size // batch)
+    return _Layout(batch, part, *blocks_of(padded, batch))
+
+
+def _steps_of(local: LocalSGD, data: ClientData, batches: Int[Array, ""]) -> Int[Array, ""]:
+    """Return the number of steps, or 0 without examples. An epoch has `batches` steps."""
     has_examples = data.size > 0
     wanted_steps = local.epochs * batches if local.steps is None else local.steps
-    total = jnp.where(has_examples, wanted_steps, 0)
+    return jnp.where(has_examples, wanted_steps, 0)
+
+
+def _penalised_gradient(
+    apply: Apply, loss: BatchLoss, penalty: LossTerm | None
+) -> Callable[..., tuple[Float[Array, ""], Tree]]:
+    """Return a function of parameters and a batch: value and gradient of loss plus penalty.
+
+    The batch has axes [parts, part, ...].
+    """
 
     def value_and_gradient(
         params: Params, key: Key[Array, ""], x: Array, labels: Array, weights: Array
     ) -> tuple[Float[Array, ""], Tree]:
-        """Return value and gradient of loss plus penalty. The batch has axes [parts, part, ...]."""
         # The loss of a part is a mean, so each part counts by its share of the real examples.
         shares = jnp.sum(weights, axis=1) / jnp.maximum(jnp.sum(weights), 1.0)
 
@@ -211,9 +267,6 @@ def train(
             share = shares[i]
             outputs = apply(params, x[i], jax.random.fold_in(key, i))
             return share * loss(outputs, labels[i], weights[i])
-
-        def penalty_alone(params: Params) -> Float[Array, ""]:
-            return penalty_of(penalty, params)
 
         def penalised_loss(params: Params) -> Float[Array, ""]:
             return loss_of(params, 0) + penalty_of(penalty, params)
@@ -226,53 +279,76 @@ def train(
             return optax.tree.add(total, jax.value_and_grad(loss_of)(params, i))
 
         # The penalty counts once for a batch, and not once for each part.
-        start = jax.value_and_grad(penalty_alone)(params)
+        start = jax.value_and_grad(functools.partial(penalty_of, penalty))(params)
         return lax.fori_loop(0, len(x), add, start)
 
-    def epoch(index: Int[Array, ""], carry: tuple) -> tuple:
-        epoch_key = jax.random.fold_in(key, index)
-        order = _shuffle(epoch_key, padded, data.size)
-        # Positions that fill the last block read example 0 with the weight 0.
-        order = jnp.pad(order, (0, blocks * per_block * batch - padded))
-        # The last epoch ends early if the number of steps is given.
-        epoch_batches = jnp.minimum(batches, total - index * batches)
+    return value_and_gradient
 
-        def unfinished(progress: tuple) -> Bool[Array, ""]:
-            block_index, carry = progress
-            return longest((block_index * per_block < epoch_batches) & ~_lost(carry[0]))
 
-        def block(progress: tuple) -> tuple:
-            block_index, carry = progress
-            start = block_index * per_block * batch
-            positions = (start + jnp.arange(per_block * batch)).reshape(shape)
-            chosen = lax.dynamic_slice(order, (start,), (per_block * batch,)).reshape(shape)
-            inputs, labels = data.take(chosen)
-            x = jax.vmap(jax.vmap(prepare))(inputs)
-            # Real examples come first in the order, so a position below the size is a real one.
-            weights = (positions < data.size).astype(jnp.float32)
+def _epoch_order(key: Key[Array, ""], data: ClientData, layout: _Layout) -> Int[Array, "N"]:
+    """Return the order of an epoch's positions, padded to whole blocks."""
+    padded = data.padded
+    order = _shuffle(key, padded, data.size)
+    # Positions that fill the last block read example 0 with the weight 0.
+    return jnp.pad(order, (0, layout.blocks * layout.per_block * layout.batch - padded))
 
-            def step(i: Int[Array, ""], carry: tuple) -> tuple:
-                of_batch = functools.partial(
-                    value_and_gradient,
-                    key=jax.random.fold_in(epoch_key, block_index * per_block + i),
-                    x=x[i],
-                    labels=labels[i],
-                    weights=weights[i],
-                )
-                new = descend(optimizer, of_batch, carry, mask=mask, gradient=gradient)
-                return hold(block_index * per_block + i < epoch_batches, new, carry)
 
-            steps = longest(jnp.minimum(per_block, epoch_batches - block_index * per_block))
-            return block_index + 1, lax.fori_loop(0, steps, step, carry)
+def _block_of(
+    data: ClientData,
+    prepare: Callable[[Array], Array],
+    layout: _Layout,
+    order: Int[Array, "N"],
+    block_index: Int[Array, ""],
+) -> tuple[Array, Array, Array]:
+    """Return the prepared inputs, labels and weights of a block, with the axes of the layout."""
+    count = layout.per_block * layout.batch
+    start = block_index * layout.per_block * layout.batch
+    positions = (start + jnp.arange(count)).reshape(layout.shape)
+    chosen = lax.dynamic_slice(order, (start,), (count,)).reshape(layout.shape)
+    inputs, labels = data.take(chosen)
+    x = jax.vmap(jax.vmap(prepare))(inputs)
+    # Real examples come first in the order, so a position below the size is a real one.
+    return x, labels, (positions < data.size).astype(jnp.float32)
 
-        _, carry = lax.while_loop(unfinished, block, (0, carry))
-        return carry
 
-    start = (begin(params), first_state(optimizer, params, local.decay), jnp.zeros(()))
-    epochs = longest(-(-total // jnp.maximum(batches, 1)))
-    params, state, total_loss = lax.fori_loop(0, epochs, epoch, start)
-    params = weights_to_keep(state, params, mask, total)
-    return params, {"loss": total_loss / jnp.maximum(total, 1), "steps": total.astype(jnp.float32)}
+def _over_batches(
+    step: Callable[..., tuple],
+    carry: tuple,
+    key: Key[Array, ""],
+    batches: Int[Array, ""],
+    layout: _Layout,
+    examples_of: Callable[[Any], tuple],
+) -> tuple:
+    """Return the carry after a step on each of an epoch's batches, block by block.
+
+    Args:
+        step: Function of the carry, a key, and a batch's inputs, labels and weights.
+        carry: The carry before the epoch, whose first entry is the parameters.
+        key: Key of the epoch.
+        batches: Number of batches in the epoch.
+        layout: Division of the client's positions.
+        examples_of: Function from the index of a block to its inputs, labels and weights.
+    """
+    per_block = layout.per_block
+
+    def unfinished(progress: tuple) -> Bool[Array, ""]:
+        block_index, carry = progress
+        return longest((block_index * per_block < batches) & ~_lost(carry[0]))
+
+    def block(progress: tuple) -> tuple:
+        block_index, carry = progress
+        x, labels, weights = examples_of(block_index)
+
+        def step_or_hold(i: Int[Array, ""], carry: tuple) -> tuple:
+            batch_key = jax.random.fold_in(key, block_index * per_block + i)
+            new = step(carry, batch_key, x[i], labels[i], weights[i])
+            return hold(block_index * per_block + i < batches, new, carry)
+
+        steps = longest(jnp.minimum(per_block, batches - block_index * per_block))
+        return block_index + 1, lax.fori_loop(0, steps, step_or_hold, carry)
+
+    _, carry = lax.while_loop(unfinished, block, (0, carry))
+    return carry
 
 
 def check_head(model: Model) -> None:
@@ -314,20 +390,8 @@ def fit_head(
     classify = model.classify
     # Without a split, a mask freezes the extractor, which then runs in every step.
     if extract is None or classify is None:
-
-        def mask_of(name: str) -> Tree:
-            in_head = name in model.head
-            return jax.tree.map(lambda _: in_head, params[name])
-
-        mask = {name: mask_of(name) for name in params}
+        mask = _head_mask(model, params)
         return local.train(key, model, params, data, mask=mask, penalty=penalty)
-    batch = min(_BLOCK_EXAMPLES // 2, data.padded)
-    features = computed(model, data, functools.partial(extract, params), batch=batch)
-    positions = jnp.arange(len(features))
-    _, labels = data.take(positions)
-    of_features = ClientData(
-        features, labels, positions[: data.padded], data.size, round=data.round
-    )
     head = {name: params[name] for name in model.head}
     # Wrappers of models keep entries of their own besides the layers.
     entries = {name: params[name] for name in params if name not in model.layers}
@@ -338,7 +402,7 @@ def fit_head(
     head, info = train(
         key,
         head,
-        of_features,
+        _features_of(model, data, functools.partial(extract, params)),
         apply=apply,
         # `computed` has prepared the inputs that became features.
         prepare=lambda x: x,
@@ -347,6 +411,25 @@ def fit_head(
         penalty=penalty,
     )
     return {**params, **head}, info
+
+
+def _head_mask(model: Model, params: Params) -> Tree:
+    """Return the mask of the head's parameters."""
+
+    def mask_of(name: str) -> Tree:
+        in_head = name in model.head
+        return jax.tree.map(lambda _: in_head, params[name])
+
+    return {name: mask_of(name) for name in params}
+
+
+def _features_of(model: Model, data: ClientData, extract: Callable[[Array], Array]) -> ClientData:
+    """Return the client's data with features in place of inputs. No feature needs preparing."""
+    batch = min(_BLOCK_EXAMPLES // 2, data.padded)
+    features = computed(model, data, extract, batch=batch)
+    positions = jnp.arange(len(features))
+    _, labels = data.take(positions)
+    return ClientData(features, labels, positions[: data.padded], data.size, round=data.round)
 
 
 def fit_layers(

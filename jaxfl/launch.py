@@ -66,6 +66,13 @@ _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 """Environment variable with the address at which process 0 listens."""
 
 
+_AGAIN = (
+    "Start all processes again with the same command, so that each run resumes from its last "
+    "checkpoint."
+)
+"""Remedy after processes have stopped or failed."""
+
+
 class _Stop(NamedTuple):
     """A signal to the launcher, and its `time.monotonic()`."""
 
@@ -92,6 +99,44 @@ def main(arguments: list[str] | None = None) -> int:
             line about them, or 0 after the help.
     """
     configure()
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    wrong = _wrong(options)
+    if wrong:
+        parser.error(wrong)
+
+    # Without a number of processes, a cluster must have started this task.
+    devices = None
+    if options.processes is None:
+        try:
+            devices = _devices()
+        except ValueError as error:
+            parser.error(str(error))
+
+    alone = options.coordinator is None and options.processes is not None
+    # Nothing is written to the pipe. It ends with this process, and the other processes end then.
+    read_end, write_end = os.pipe()
+    with open(read_end, "rb"), open(write_end, "wb"), _stops() as stops:
+        number, code = _wait(_start(options, alone, devices, read_end), stops)
+    if code and stops and code in _STOPPED:
+        code = -stops[0].number
+        print(f"\nstopped by {signal.Signals(-code).name}. {_AGAIN}", file=sys.stderr)
+    elif code:
+        name = "the process of this machine"
+        if number is not None:
+            name = f"process {number} of {options.processes}"
+        failure = f"{name} {_failure_in_words(code)}, and no other process can continue without it."
+        if not alone:
+            failure += " If a process of another machine ended before it, that one is the cause."
+        print(f"\n{failure} {_AGAIN}", file=sys.stderr)
+    if code < 0:
+        # Shells report a signal in this way.
+        return 128 - code
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     # The description holds the usage, so an error is one line.
     parser = argparse.ArgumentParser(
         "python -m jaxfl.launch",
@@ -116,43 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "file", nargs=argparse.REMAINDER, help="or a file to run, and its arguments"
     )
-    options = parser.parse_args(arguments)
-    wrong = _wrong(options)
-    if wrong:
-        parser.error(wrong)
-
-    # Without a number of processes, a cluster must have started this task.
-    devices = None
-    if options.processes is None:
-        try:
-            devices = _devices()
-        except ValueError as error:
-            parser.error(str(error))
-
-    alone = options.coordinator is None and options.processes is not None
-    # Nothing is written to the pipe. It ends with this process, and the other processes end then.
-    read_end, write_end = os.pipe()
-    with open(read_end, "rb"), open(write_end, "wb"), _stops() as stops:
-        number, code = _wait(_start(options, alone, devices, read_end), stops)
-    again = (
-        "Start all processes again with the same command, so that each run resumes from its last "
-        "checkpoint."
-    )
-    if code and stops and code in _STOPPED:
-        code = -stops[0].number
-        print(f"\nstopped by {signal.Signals(-code).name}. {again}", file=sys.stderr)
-    elif code:
-        name = f"process {number} of {options.processes}"
-        if number is None:
-            name = "the process of this machine"
-        failure = f"{name} {_failure_in_words(code)}, and no other process can continue without it."
-        if not alone:
-            failure += " If a process of another machine ended before it, that one is the cause."
-        print(f"\n{failure} {again}", file=sys.stderr)
-    if code < 0:
-        # Shells report a signal in this way.
-        return 128 - code
-    return code
+    return parser
 
 
 def _wrong(options: argparse.Namespace) -> str | None:
@@ -202,26 +211,10 @@ def _devices() -> list[int] | None:
         ValueError: No cluster is detected, or not the one that started this task. The node's tasks
             cannot share its GPUs equally, or Slurm's variables do not fit together.
     """
-    # JAX joins the first kind that is present, and skips those that a user has to name.
-    clusters = [
-        kind
-        for kind in ClusterEnv._cluster_types
-        if not kind.opt_in_only_method and kind.is_env_present()
-    ]
-    if _open_mpi_5() and not (clusters and clusters[0].name == "ompi" and find_spec("mpi4py")):
-        raise ValueError(
-            "coordinator must be given under Open MPI 5, unless JAX is at least 0.12 and has "
-            f"mpi4py, got none with JAX {jax.__version__}. Give --coordinator HOST:PORT, "
-            "--processes $OMPI_COMM_WORLD_SIZE and --process $OMPI_COMM_WORLD_RANK."
-        )
-    if not clusters:
-        raise ValueError(
-            "processes must be given outside of a cluster, got none. Give --processes to start "
-            "that many on this machine, or start the command on each node by srun or mpirun."
-        )
-    if clusters[0].name not in ("slurm", "ompi") or "JAX_LOCAL_DEVICE_IDS" in os.environ:
+    cluster = _cluster()
+    if cluster not in ("slurm", "ompi") or "JAX_LOCAL_DEVICE_IDS" in os.environ:
         return None
-    if clusters[0].name == "slurm":
+    if cluster == "slurm":
         tasks, task = _slurm_task()
     else:
         tasks, task = _open_mpi_task()
@@ -243,16 +236,42 @@ def _devices() -> list[int] | None:
             "per GPU."
         )
     if task == 0:
-        cpus = jax.config.values["jax_num_cpu_devices"]
-        if found:
-            devices = f"{len(mine)} of {found} GPUs"
-        elif cpus < 1:
-            # XLA_FLAGS may have the number.
-            devices = "its CPU devices"
-        else:
-            devices = f"{cpus} CPU devices"
+        devices = _devices_in_words(len(mine), found)
         print(f"{platform.node()}: tasks: {tasks}, each with {devices}", file=sys.stderr)
     return mine or None
+
+
+def _cluster() -> str:
+    """Return JAX's name of the cluster that it would join, or raise a ValueError."""
+    # JAX joins the first kind that is present, and skips those that a user has to name.
+    clusters = [
+        kind
+        for kind in ClusterEnv._cluster_types
+        if not kind.opt_in_only_method and kind.is_env_present()
+    ]
+    if _open_mpi_5() and not (clusters and clusters[0].name == "ompi" and find_spec("mpi4py")):
+        raise ValueError(
+            "coordinator must be given under Open MPI 5, unless JAX is at least 0.12 and has "
+            f"mpi4py, got none with JAX {jax.__version__}. Give --coordinator HOST:PORT, "
+            "--processes $OMPI_COMM_WORLD_SIZE and --process $OMPI_COMM_WORLD_RANK."
+        )
+    if not clusters:
+        raise ValueError(
+            "processes must be given outside of a cluster, got none. Give --processes to start "
+            "that many on this machine, or start the command on each node by srun or mpirun."
+        )
+    return clusters[0].name
+
+
+def _devices_in_words(mine: int, gpus: int) -> str:
+    """Return in words how many devices a task has: `mine` of the node's GPUs, or CPU devices."""
+    if gpus:
+        return f"{mine} of {gpus} GPUs"
+    cpus = jax.config.values["jax_num_cpu_devices"]
+    if cpus < 1:
+        # XLA_FLAGS may have the number.
+        return "its CPU devices"
+    return f"{cpus} CPU devices"
 
 
 _SLURM = (
@@ -386,7 +405,6 @@ def _start(
     program = options.file
     if options.module:
         program = ["-m", *options.module]
-    environment = os.environ.copy()
     coordinator = options.coordinator
     numbers = [options.process]
     run = ""
@@ -394,15 +412,7 @@ def _start(
         coordinator = f"127.0.0.1:{_free_port()}"
         numbers = list(range(options.processes))
         run = secrets.token_hex(8)
-        # This address is the loopback one, so no other machine can reach the port.
-        environment[_BIND] = coordinator
-        # The processes share the cores, unless the user has set a number of devices.
-        if COUNT_FLAG not in environment.get("XLA_FLAGS", ""):
-            share = max(1, min(16, cores() // options.processes))
-            environment.setdefault("JAX_NUM_CPU_DEVICES", str(share))
-    elif coordinator is not None:
-        # Without this address, process 0 would listen at all interfaces.
-        environment.setdefault(_BIND, coordinator)
+    environment = _environment(coordinator, options.processes, alone)
     children = {}
     for number in numbers:
         join = f"_join({coordinator!r}, {options.processes}, {number}, {devices}, {run!r}, {alive})"
@@ -418,6 +428,31 @@ def _start(
     return children
 
 
+def _environment(coordinator: str | None, processes: int, alone: bool) -> dict[str, str]:
+    """Return the environment variables of processes that `_start` starts.
+
+    Args:
+        coordinator: HOST:PORT. None if JAX detects it.
+        processes: Number of processes.
+        alone: Whether this machine starts all processes.
+    """
+    environment = os.environ.copy()
+    if coordinator is None:
+        # JAX takes the address from the cluster.
+        return environment
+    if not alone:
+        # Without this address, process 0 would listen at all interfaces.
+        environment.setdefault(_BIND, coordinator)
+        return environment
+    # This address is the loopback one, so no other machine can reach the port.
+    environment[_BIND] = coordinator
+    # The processes share the cores, unless the user has set a number of devices.
+    if COUNT_FLAG not in environment.get("XLA_FLAGS", ""):
+        share = max(1, min(16, cores() // processes))
+        environment.setdefault("JAX_NUM_CPU_DEVICES", str(share))
+    return environment
+
+
 def _wait(
     children: dict[int | None, subprocess.Popen], stops: list[_Stop]
 ) -> tuple[int | None, int]:
@@ -425,12 +460,7 @@ def _wait(
 
     The code is 0 if none failed, and negative if a signal ended or stopped the process.
     """
-    ended: queue.SimpleQueue = queue.SimpleQueue()
-    # Each process has a thread, so that the queue has the order of events.
-    for number, child in children.items():
-        threading.Thread(
-            target=lambda n=number, c=child: ended.put((n, c.wait())), daemon=True
-        ).start()
+    ended = _exits(children)
     first: tuple[int | None, int] = (None, 0)
     deadline = math.inf
     interrupted = False
@@ -446,14 +476,27 @@ def _wait(
                     first = _stopped(children) or first
                 deadline = time.monotonic() + _GRACE_SECONDS
         if stops and not interrupted:
+            # The first signal lets each process save and stop.
             interrupted = True
             for child in children.values():
                 child.send_signal(signal.SIGINT)
         pressed_twice = stops and stops[-1].time - stops[0].time > _ONE_PRESS_SECONDS
+        # A failure leaves the others some time to end, and a second signal leaves none.
         if time.monotonic() > deadline or pressed_twice:
             for child in children.values():
                 child.kill()
     return first
+
+
+def _exits(children: dict[int | None, subprocess.Popen]) -> queue.SimpleQueue:
+    """Return a queue that gets the number and exit code of each process when the process ends."""
+    ended: queue.SimpleQueue = queue.SimpleQueue()
+    # Each process has a thread, so that the queue has the order of events.
+    for number, child in children.items():
+        threading.Thread(
+            target=lambda n=number, c=child: ended.put((n, c.wait())), daemon=True
+        ).start()
+    return ended
 
 
 def _stopped(children: dict[int | None, subprocess.Popen]) -> tuple[int | None, int] | None:
@@ -539,13 +582,7 @@ def _run_program(run: str, processes: int | None, process: int | None) -> int:
         print(differing, file=sys.stderr)
         return 1
     try:
-        if module:
-            # `alter_sys` makes the module's file the first argument, as `python -m` does.
-            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-        else:
-            # `python file.py` sets this path, and `runpy.run_path` does not.
-            sys.path[0] = str(pathlib.Path(sys.argv[0]).absolute().parent)
-            runpy.run_path(sys.argv[0], run_name="__main__")
+        _run_as_main(module)
     except SystemExit as end:
         if isinstance(end.code, int | None):
             # The system keeps 8 bits of an exit code, so 256 is a success.
@@ -565,6 +602,17 @@ def _run_program(run: str, processes: int | None, process: int | None) -> int:
                 return end.code
         return 1
     return 0
+
+
+def _run_as_main(module: bool) -> None:
+    """Run the module or the file in `sys.argv`, as Python would."""
+    if module:
+        # `alter_sys` makes the module's file the first argument, as `python -m` does.
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        # `python file.py` sets this path, and `runpy.run_path` does not.
+        sys.path[0] = str(pathlib.Path(sys.argv[0]).absolute().parent)
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def _versions() -> dict[str, str]:

@@ -18,7 +18,17 @@ import os
 import pathlib
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    Unpack,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import jax
 import jax.numpy as jnp
@@ -552,32 +562,8 @@ def checked(**checks: Check) -> Callable[[_F], _F]:
 
         # The checks are made at the first call, because they would slow down the import.
         @functools.cache
-        def prepared() -> tuple[inspect.Signature, str, dict[str, Any], dict[str, Check]]:
-            signature = inspect.signature(target)
-            hints = get_type_hints(target)
-            kinds = {
-                name: parameter.kind
-                for name, parameter in signature.parameters.items()
-                if name != "self"
-            }
-            # `options` is the name of the function's `**` argument, or empty without one.
-            options = next(
-                (name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD), ""
-            )
-            # A `TypedDict` may name the further keyword arguments.
-            further_hint = hints.get(options)
-            fields: dict[str, Any] = {}
-            if get_origin(further_hint) is Unpack:
-                fields = get_type_hints(get_args(further_hint)[0])
-            named = {name: hints[name] for name in kinds if name != options} | fields
-            by_name = {
-                name: _by_annotation(name, hint, checks.get(name)) for name, hint in named.items()
-            }
-            # Only the decorator's own arguments can be wrong here, and no value of a user.
-            assert set(checks) <= set(by_name), (
-                f"{target.__qualname__}: {set(checks) - set(by_name)} are no arguments"
-            )
-            return signature, options, fields, by_name
+        def prepared() -> _Prepared:
+            return _checks_of(target, checks)
 
         @functools.wraps(target)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -602,10 +588,45 @@ def checked(**checks: Check) -> Callable[[_F], _F]:
             return target(*bound.args, **bound.kwargs)
 
         # Tests derive from these checks which values must raise errors.
-        call.argument_checks = lambda: prepared()[3]  # pyrefly: ignore[missing-attribute]
+        call.argument_checks = lambda: prepared().by_name  # pyrefly: ignore[missing-attribute]
         return call  # pyrefly: ignore[bad-return]
 
     return decorate
+
+
+class _Prepared(NamedTuple):
+    """Checks of a function's arguments, and what is known of its arguments."""
+
+    signature: inspect.Signature
+    options: str
+    """Name of the function's `**` argument, or empty without one."""
+    fields: dict[str, Any]
+    """Annotations of further keyword arguments by name, which a `TypedDict` may have."""
+    by_name: dict[str, Check]
+
+
+def _checks_of(target: Callable, checks: Mapping[str, Check]) -> _Prepared:
+    """Return the checks of a function's arguments, of which `checks` has the given ones."""
+    signature = inspect.signature(target)
+    hints = get_type_hints(target)
+    kinds = {
+        name: parameter.kind for name, parameter in signature.parameters.items() if name != "self"
+    }
+    options = next(
+        (name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD), ""
+    )
+    # A `TypedDict` may name the further keyword arguments.
+    further_hint = hints.get(options)
+    fields: dict[str, Any] = {}
+    if get_origin(further_hint) is Unpack:
+        fields = get_type_hints(get_args(further_hint)[0])
+    named = {name: hints[name] for name in kinds if name != options} | fields
+    by_name = {name: _by_annotation(name, hint, checks.get(name)) for name, hint in named.items()}
+    # Only the decorator's own arguments can be wrong here, and no value of a user.
+    assert set(checks) <= set(by_name), (
+        f"{target.__qualname__}: {set(checks) - set(by_name)} are no arguments"
+    )
+    return _Prepared(signature, options, fields, by_name)
 
 
 def check_keywords(function: str, known: Collection[str], keywords: Collection[str]) -> None:

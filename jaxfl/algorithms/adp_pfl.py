@@ -283,33 +283,11 @@ def adp_pfl(
             f"{risk_bounds!r} with risks={risks!r}. Give for instance risk_bounds=(0.1, 10.0) with "
             "private risks, and leave it out otherwise."
         )
-    bounded: dict[str, Any] = {"clip": clip, "sampling": sampling}
-    if not isinstance(noise, ClientNoise):
-        multiplier: Any = noise
-        if not traced(noise) and np.ndim(noise) > 0:
-            multiplier = tuple(np.asarray(noise, float).tolist())
-        # Without risks, all clients have the same budget, and the server adds the noise.
-        mechanism = Mechanism(noise_multiplier=multiplier, **bounded)
-    elif risk_bounds is None:
-        mechanism = PrivacyFilter(
-            # Public risks fix the noise of each client before the first round.
-            client_noise=_public(noise.noise, risks),
-            least_total=noise.least_total,
-            **bounded,
-        )
-    else:
-        mechanism = PrivacyFilter(
-            # Released risks set each client's noise in the rounds that follow.
-            client_noise=np.asarray(noise.noise),
-            least_total=noise.least_total,
-            release=Release(client_shares, *risk_bounds, noise=noise.release_noise),
-            **bounded,
-        )
     base = fedavg(
         model,
         local=local,
         server_optimizer=server_optimizer,
-        mechanism=mechanism,
+        mechanism=_mechanism(noise, risks, risk_bounds, clip=clip, sampling=sampling),
         terms=Terms(delta),
         name="adp_pfl",
     )
@@ -385,16 +363,7 @@ def adp_pfl_paper(
     >>> float(method.mechanism.client_noise)
     0.9
     """
-    if sensitivity == "C":
-        divisor = 1
-    elif isinstance(sampling, FixedSize):
-        # By (22), one of m participants moves their mean by at most C / m.
-        divisor = sampling.size
-    else:
-        raise ValueError(
-            f"sampling must be a FixedSize with sensitivity='C/m', got {sampling!r}. "
-            "Give FixedSize(m), or sensitivity='C'."
-        )
+    divisor = _divisor(sensitivity, sampling)
     denominator = "expected"
     # Models are averaged over those present, because another divisor would change their scale.
     if upload == "weights":
@@ -429,6 +398,49 @@ def adp_pfl_paper(
     return _masked(base, local, mask, measure, weights=upload == "weights")
 
 
+def _mechanism(
+    noise: Any, risks: Any, risk_bounds: tuple[float, float] | None, **bounded: Any
+) -> Mechanism:
+    """Return the mechanism of `adp_pfl`, whose arguments it takes.
+
+    `bounded` holds the clip bound and the sampler.
+    """
+    if not isinstance(noise, ClientNoise):
+        multiplier: Any = noise
+        if not traced(noise) and np.ndim(noise) > 0:
+            multiplier = tuple(np.asarray(noise, float).tolist())
+        # Without risks, all clients have the same budget, and the server adds the noise.
+        return Mechanism(noise_multiplier=multiplier, **bounded)
+    if risk_bounds is None:
+        return PrivacyFilter(
+            # Public risks fix the noise of each client before the first round.
+            client_noise=_public(noise.noise, risks),
+            least_total=noise.least_total,
+            **bounded,
+        )
+    return PrivacyFilter(
+        # Released risks set each client's noise in the rounds that follow.
+        client_noise=np.asarray(noise.noise),
+        least_total=noise.least_total,
+        release=Release(client_shares, *risk_bounds, noise=noise.release_noise),
+        **bounded,
+    )
+
+
+def _divisor(sensitivity: str, sampling: Sampling) -> int:
+    """Return the number by which the published sensitivity divides C."""
+    # An upload moves by up to C itself.
+    if sensitivity == "C":
+        return 1
+    if isinstance(sampling, FixedSize):
+        # By (22), one of m participants moves their mean by at most C / m.
+        return sampling.size
+    raise ValueError(
+        f"sampling must be a FixedSize with sensitivity='C/m', got {sampling!r}. "
+        "Give FixedSize(m), or sensitivity='C'."
+    )
+
+
 def _masked(
     base: Algorithm,
     local: LocalSGD,
@@ -460,11 +472,7 @@ def _masked(
         lost = ~jnp.isfinite(optax.tree.sum(params))
         # An update that will be dropped needs neither a risk nor a mask.
         data = dataclasses.replace(data, size=jnp.where(lost, 0, data.size))
-        # Training folds smaller numbers than this one into the key, so the draws are independent.
-        unused = local.epochs
-        if local.steps is not None:
-            unused = local.steps
-        masking, probing = jax.random.split(jax.random.fold_in(key, unused))
+        masking, probing = jax.random.split(_unused_key(key, local))
         risk = None
         if risk_fn is not None:
             # Eq. (7) and (8): the risk is that of the trained model.
@@ -479,6 +487,15 @@ def _masked(
         return Message(sent, risk), client, info
 
     return method._replace(client_update=client_update)
+
+
+def _unused_key(key: Key[Array, ""], local: LocalSGD) -> Key[Array, ""]:
+    """Return a key whose draws are independent of those of the local training with `key`."""
+    # Training folds smaller numbers than this one into the key.
+    unused = local.epochs
+    if local.steps is not None:
+        unused = local.steps
+    return jax.random.fold_in(key, unused)
 
 
 def _public(noise: Any, risks: Any) -> Float[np.ndarray, "#T C"]:

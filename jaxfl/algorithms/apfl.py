@@ -82,13 +82,14 @@ def apfl(
     >>> apfl(mlp((8, 8, 1), 10), alpha=0.25, alpha_learning_rate=0.1).name
     'apfl'
     """
-    private = {
-        "clip": clip,
-        "noise_multiplier": noise_multiplier,
-        "sampling": sampling,
-        "delta": delta,
-    }
-    base = dp_fedavg(model, server_optimizer=server_optimizer, **private)
+    base = dp_fedavg(
+        model,
+        clip=clip,
+        noise_multiplier=noise_multiplier,
+        sampling=sampling,
+        server_optimizer=server_optimizer,
+        delta=delta,
+    )
 
     def init(key: Key[Array, ""], num_clients: int) -> tuple[Server, Own]:
         server, _ = base.init(key, num_clients)
@@ -112,14 +113,7 @@ def apfl(
         return shared + mixed - lax.stop_gradient(mixed)
 
     def client_update(key: Key[Array, ""], server: Server, client: Own, data: ClientData) -> tuple:
-        optimizers: dict[Any, optax.GradientTransformation] = {
-            "weights": decayed(local.optimizer, local.decay, data),
-            "alpha": _projected_sgd(alpha_learning_rate),
-        }
-        # Alpha takes plain projected steps, whatever optimizer the weights have.
-        optimizer = optax.partition(optimizers, ("weights", Own("weights", "alpha")))
-        # The optimizer already has the round's decay.
-        training = dataclasses.replace(local, optimizer=optimizer, decay=None)
+        training = _mixture_training(local, alpha_learning_rate, data)
         (shared, client), info = training.train(
             key, model, (server.params, client), data, apply=apply, loss=both
         )
@@ -134,7 +128,21 @@ def apfl(
     )
 
 
+def _mixture_training(local: LocalSGD, alpha_learning_rate: Number, data: ClientData) -> LocalSGD:
+    """Return a local training of w, v and alpha, in which alpha has a rate of its own."""
+    optimizers: dict[Any, optax.GradientTransformation] = {
+        "weights": decayed(local.optimizer, local.decay, data),
+        "alpha": _projected_sgd(alpha_learning_rate),
+    }
+    # Alpha takes plain projected steps, whatever optimizer the weights have.
+    optimizer = optax.partition(optimizers, ("weights", Own("weights", "alpha")))
+    # The optimizer already has the round's decay.
+    return dataclasses.replace(local, optimizer=optimizer, decay=None)
+
+
 def _mix(client: Own, shared: Params) -> Params:
+    """Return the mixture of a client's personal model and the shared one."""
+
     def mix(own: Array, shared: Array) -> Array:
         # An alpha in single precision would widen parameters in half precision.
         return (client.alpha * own + (1 - client.alpha) * shared).astype(own.dtype)

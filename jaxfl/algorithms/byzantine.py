@@ -7,6 +7,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array
 from jaxtyping import Key
 
@@ -62,16 +63,22 @@ def byzantine(
     def client_update(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> tuple:
         message, client, info = algorithm.client_update(key, server, client, data)
         lying = jnp.any(jnp.asarray(indices) == data.id)
-        leaves, structure = jax.tree.flatten(message.update)
-        lie = [-scale * leaf for leaf in leaves]
+        lie = optax.tree.scale(-scale, message.update)
         if attack == "noise":
-            keys = jax.random.split(jax.random.fold_in(key, _LIE), max(len(leaves), 1))
-            lie = [
-                scale * jax.random.normal(leaf_key, leaf.shape, leaf.dtype)
-                for leaf_key, leaf in zip(keys, leaves)
-            ]
+            lie = _random_like(jax.random.fold_in(key, _LIE), message.update, scale)
         # All clients have one program, which selects by the client's index.
-        sent = [jnp.where(lying, false, leaf) for false, leaf in zip(lie, leaves)]
-        return message._replace(update=jax.tree.unflatten(structure, sent)), client, info
+        sent = optax.tree.where(lying, lie, message.update)
+        return message._replace(update=sent), client, info
 
     return algorithm._replace(init=init, client_update=client_update)
+
+
+def _random_like(key: Key[Array, ""], update: Tree, std: float) -> Tree:
+    """Draw Gaussian noise in the shapes and dtypes of an update."""
+    leaves, structure = jax.tree.flatten(update)
+    keys = jax.random.split(key, max(len(leaves), 1))
+    noise = [
+        std * jax.random.normal(leaf_key, leaf.shape, leaf.dtype)
+        for leaf_key, leaf in zip(keys, leaves)
+    ]
+    return jax.tree.unflatten(structure, noise)

@@ -1,6 +1,5 @@
 """DP-pFedDSU: a shared extractor with sparse private updates, and heads that clients keep."""
 
-import dataclasses
 import functools
 from typing import Literal
 
@@ -19,7 +18,7 @@ from jaxfl._support.checks import (
     traced,
     up_to_infinity,
 )
-from jaxfl.algorithms.fedrep import check_extractor, split_head
+from jaxfl.algorithms.fedrep import check_extractor, split_head, with_epochs
 from jaxfl.local.masks import keep, number_sent, random_masks, sparsify, top_k_masks
 from jaxfl.local.penalties import check_bound, distance_to_bound
 from jaxfl.local.train import LocalSGD, LossTerm, fit_head
@@ -307,6 +306,16 @@ def _sparse_update(model: Model, num_layers: int, density: Number, *, public: bo
     return Sparse(values, public)
 
 
+def _straight_through(mask: Tree, params: Params) -> Params:
+    """Return masked parameters through which all parameters have gradients.
+
+    The mask of the training loop keeps the gradients of the support, which may be larger.
+    """
+    masked_params = keep(mask, params)
+    # The values are those of theta * M, because p + (k - p) is k.
+    return jax.tree.map(lambda p, k: p + lax.stop_gradient(k - p), params, masked_params)
+
+
 def _sparsified(
     model: Model,
     mechanism: Mechanism,
@@ -331,10 +340,7 @@ def _sparsified(
         evaluation_epochs: Number of epochs of the head's fit before evaluation. None means the
             epochs of `head`.
     """
-    before_evaluation = head
-    if evaluation_epochs is not None:
-        # `steps` would take the place of the epochs.
-        before_evaluation = dataclasses.replace(head, epochs=evaluation_epochs, steps=None)
+    before_evaluation = with_epochs(head, evaluation_epochs)
     clip = mechanism.clip
     server_optimizer = optax.sgd(1.0)
     check_bound(clip, "penalty_weight", penalty_weight)
@@ -373,10 +379,7 @@ def _sparsified(
             return support
 
         def apply(params: Params, x: Array, *key: Array) -> Array:
-            # The value is that of theta * M, but all weights have gradients: the mask of the
-            # training loop keeps those of the support, which may be larger than M.
-            masked_params = keep(mask_of(params), params)
-            through = jax.tree.map(lambda p, k: p + lax.stop_gradient(k - p), params, masked_params)
+            through = _straight_through(mask_of(params), params)
             return model.apply({**through, **fitted}, x, *key)
 
         def adaptive_norm(params: Params) -> Array:

@@ -168,14 +168,10 @@ def fedprox(
     >>> fedprox(mlp((8, 8, 1), 10, hidden=(16,)), mu=0.1).name
     'fedprox'
     """
-    penalty: Penalty | None = None
-    # With the weight 0, the steps are those of FedAvg and compute no penalty.
-    if nonzero(mu):
-        penalty = functools.partial(proximal, mu=mu)
     return fedavg(
         model,
         local=local,
-        penalty=penalty,
+        penalty=proximal_penalty(mu),
         gradient=gradient,
         server_optimizer=server_optimizer,
         mechanism=mechanism,
@@ -309,6 +305,14 @@ def dp_fedavg_fb(
         delta=delta,
     )
     return fine_tuned(base, local=head, parts=model.head)._replace(name="dp_fedavg_fb")
+
+
+def proximal_penalty(mu: Number) -> Penalty | None:
+    """Return the proximal term with the weight `mu`, or None if the weight is 0."""
+    # With the weight 0, the steps are those of FedAvg and compute no penalty.
+    if not nonzero(mu):
+        return None
+    return functools.partial(proximal, mu=mu)
 
 
 def pull_to(center: Params, penalty: Penalty | None) -> LossTerm | None:

@@ -106,12 +106,9 @@ def fedbuff(algorithm: Algorithm, *, staleness: int | Int[np.ndarray, "C"]) -> A
 
     def server_update(server: Versions, aggregate: Tree) -> Versions:
         current = algorithm.server_update(server.current, aggregate)
-
-        def prepend(new: Array, old: Array) -> Array:
-            # The oldest state is dropped, so that S + 1 states remain.
-            return jnp.concatenate([new[None], old[:-1]])
-
-        return Versions(current, jax.tree.map(prepend, current, server.known))
+        # The oldest state is dropped, so that S + 1 states remain.
+        known = jax.tree.map(_prepended, current, server.known)
+        return Versions(current, known)
 
     def personalize(
         key: Key[Array, ""], server: Versions, client: Tree, data: ClientData
@@ -126,3 +123,8 @@ def fedbuff(algorithm: Algorithm, *, staleness: int | Int[np.ndarray, "C"]) -> A
         server_update=server_update,
         personalize=personalize,
     )
+
+
+def _prepended(new: Array, old: Array) -> Array:
+    """Return an array with a new first entry, and without its last one."""
+    return jnp.concatenate([new[None], old[:-1]])

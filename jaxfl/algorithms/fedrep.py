@@ -89,10 +89,7 @@ def fedrep(
     >>> fedrep(mlp((8, 8, 1), 10, hidden=(16,))).name
     'fedrep'
     """
-    before_evaluation = head
-    if evaluation_epochs is not None:
-        # `steps` would take the place of the epochs.
-        before_evaluation = dataclasses.replace(head, epochs=evaluation_epochs, steps=None)
+    before_evaluation = with_epochs(head, evaluation_epochs)
     if not model.head and (head.trains or before_evaluation.trains):
         raise ValueError(
             f"head must have 0 epochs for model={model.name!r}, which has no head to fit, got "
@@ -207,6 +204,14 @@ def centaur(
         terms=Terms(delta),
         name="centaur",
     )
+
+
+def with_epochs(local: LocalSGD, epochs: int | None) -> LocalSGD:
+    """Return a local training with another number of epochs, or unchanged if it is None."""
+    if epochs is None:
+        return local
+    # `steps` would take the place of the epochs.
+    return dataclasses.replace(local, epochs=epochs, steps=None)
 
 
 def split_head(model: Model, params: Params) -> tuple[Params, Params]:

@@ -78,20 +78,20 @@ def fedrod(
     parts = added_head(model)
     classes = classes_of("model", model)
 
+    def apply(both: tuple[Params, Params], x: Array, *key: Array) -> Float[Array, "B K2"]:
+        shared, personal = both
+        # The second loss trains the personal head alone.
+        frozen = lax.stop_gradient(shared)
+        generic = model.apply(shared, x, *key)
+        own = model.apply(parts.join(frozen, personal), x, *key)
+        # The loss gets these outputs as one array, which it splits again.
+        return jnp.concatenate([generic, own], axis=-1)
+
     def client_update(
         key: Key[Array, ""], server: Server, client: Params, data: ClientData
     ) -> tuple:
         # The balanced softmax adds log n_i(k) to the logits. A common constant changes nothing.
         offset = log_prior(data, classes)
-
-        def apply(both: tuple[Params, Params], x: Array, *key: Array) -> Float[Array, "B K2"]:
-            shared, personal = both
-            # The second loss trains the personal head alone.
-            frozen = lax.stop_gradient(shared)
-            generic = model.apply(shared, x, *key)
-            own = model.apply(parts.join(frozen, personal), x, *key)
-            # The loss gets these outputs as one array, which it splits again.
-            return jnp.concatenate([generic, own], axis=-1)
 
         def loss(outputs: Array, labels: Array, weights: Float[Array, "B"]) -> Float[Array, ""]:
             generic, own = jnp.split(outputs, 2, axis=-1)

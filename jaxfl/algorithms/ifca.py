@@ -74,20 +74,8 @@ def ifca(
         several = jax.vmap(model.init)(jax.random.split(key, clusters))
         return init_server(several, server_optimizer), ()
 
-    def choice(several: Params, data: ClientData) -> Int[Array, ""]:
-        """Return the index of the model with the least loss, where NaN counts as infinite."""
-
-        def losses(x: Array, labels: Array, real: Bool[Array, "B"]) -> Float[Array, "k"]:
-            outputs = jax.vmap(lambda params: model.apply(params, x))(several)
-            own = jax.vmap(lambda outputs: model.task.loss(outputs, labels))(outputs)
-            # A product with 0 would keep a NaN of padding.
-            return jnp.sum(jnp.where(real, own, 0), axis=1)
-
-        total = summed(model, data, losses)
-        return jnp.argmin(jnp.where(jnp.isnan(total), jnp.inf, total))
-
     def client_update(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> tuple:
-        chosen = choice(server.params, data)
+        chosen = _cluster_of(model, server.params, data)
         start = _one_of(server.params, chosen)
         params, info = local.train(key, model, start, data)
         update = optax.tree.sub(params, start)
@@ -101,7 +89,7 @@ def ifca(
 
     def personalize(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> Params:
         del key, client
-        return _one_of(server.params, choice(server.params, data))
+        return _one_of(server.params, _cluster_of(model, server.params, data))
 
     return Algorithm(
         name="ifca",
@@ -113,6 +101,24 @@ def ifca(
         mechanism=Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling),
         terms=Terms(delta),
     )
+
+
+def _cluster_of(model: Model, several: Params, data: ClientData) -> Int[Array, ""]:
+    """Return the index of the model with the least loss on a client's examples."""
+
+    def losses(x: Array, labels: Array, real: Bool[Array, "B"]) -> Float[Array, "k"]:
+        outputs = jax.vmap(lambda params: model.apply(params, x))(several)
+        own = jax.vmap(lambda outputs: model.task.loss(outputs, labels))(outputs)
+        # A product with 0 would keep a NaN of padding.
+        return jnp.sum(jnp.where(real, own, 0), axis=1)
+
+    return index_of_least(summed(model, data, losses))
+
+
+def index_of_least(losses: Float[Array, "n"]) -> Int[Array, ""]:
+    """Return the index of the least loss, where NaN counts as infinite."""
+    # `argmin` would choose a NaN.
+    return jnp.argmin(jnp.where(jnp.isnan(losses), jnp.inf, losses))
 
 
 def _one_of(several: Params, index: Int[Array, ""]) -> Params:

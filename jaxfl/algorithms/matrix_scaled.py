@@ -1,6 +1,7 @@
 """A map of a client's own from the shared model's logits to its classes, around any method."""
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -171,10 +172,7 @@ def fit_map(
     blocks, batch, classes = logits.shape
     # Padding comes last, so blocks that hold nothing else are left out.
     used = longest(-(-jnp.sum(real) // batch))
-    constant = jnp.full((blocks, batch, 1), _CONSTANT)
-    inputs = jnp.concatenate([logits, constant], axis=-1)
-    # Rows of zeros add nothing to the sums below, whatever labels padding has.
-    inputs = jnp.where(real[..., None], inputs, 0)
+    inputs = _with_constant(logits, real)
     rows = inputs.reshape(blocks * batch, classes + 1)
     # The labels' part of the gradient is the same in all steps.
     labelled = rows.T @ jax.nn.one_hot(labels.reshape(-1), classes)
@@ -194,6 +192,32 @@ def fit_map(
             return add(0, start)
         return lax.fori_loop(0, used, add, start)
 
+    weights = _descended(gradient, identity, curvature, steps)
+    return LogitsMap(matrix=weights[:classes], offset=_CONSTANT * weights[classes])
+
+
+def _with_constant(
+    logits: Float[Array, "M B K"], real: Bool[Array, "M B"]
+) -> Float[Array, "M B I"]:
+    """Return logits with the constant input, and zeros for padding."""
+    constant = jnp.full((*real.shape, 1), _CONSTANT)
+    inputs = jnp.concatenate([logits, constant], axis=-1)
+    # Rows of zeros add nothing to the sums of the fit, whatever labels padding has.
+    return jnp.where(real[..., None], inputs, 0)
+
+
+def _descended(
+    gradient: Callable[[Array], Array], start: Array, curvature: Float[Array, ""], steps: int
+) -> Array:
+    """Return the weights after some steps of Nesterov's method.
+
+    Args:
+        gradient: Gradient of a convex function.
+        start: Weights before the first step.
+        curvature: L, bound on the curvature of the function.
+        steps: Number of steps.
+    """
+
     def step(index: Int[Array, ""], carry: tuple[Array, Array]) -> tuple[Array, Array]:
         before, ahead = carry
         # The step is 1 / L, and the momentum k / (k + 3) is Nesterov's for convex functions.
@@ -201,8 +225,8 @@ def fit_map(
         momentum = index / (index + 3.0)
         return after, after + momentum * (after - before)
 
-    weights, _ = lax.fori_loop(0, steps, step, (identity, identity))
-    return LogitsMap(matrix=weights[:classes], offset=_CONSTANT * weights[classes])
+    weights, _ = lax.fori_loop(0, steps, step, (start, start))
+    return weights
 
 
 def _logits(

@@ -13,10 +13,11 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Key
 
 from jaxfl._support.checks import check_count, checked
+from jaxfl.algorithms.ifca import index_of_least
 from jaxfl.local.sums import summed
 from jaxfl.local.train import LocalSGD
 from jaxfl.models.extended import extended
-from jaxfl.types import Algorithm, ClientData, Params, Tree
+from jaxfl.types import Algorithm, ClientData, Model, Params, Tree
 
 Mix: TypeAlias = Callable[[Array, Array, Array], Array]
 """Function from the weight of the own model, its outputs and the method's outputs to mixed ones."""
@@ -111,28 +112,8 @@ def mixed(
     if pick:
         weights = np.array([0.0, 1.0], np.float32)
 
-    def layers_from(key: Key[Array, ""]) -> Params:
-        params = model.init(key)
-        # An entry of a wrapper, such as a map of logits, is no part of the client's own model.
-        return {name: params[name] for name in model.layers}
-
-    def losses_of(own: Params, shared: Params, data: ClientData) -> Float[Array, "W"]:
-        """Return the sum of the losses of a client's examples for each weight [W]."""
-
-        def of_batch(x: Array, labels: Array, real: Bool[Array, "B"]) -> Float[Array, "W"]:
-            outputs = model.apply(own, x)
-            method_outputs = model.apply(shared, x)
-
-            def loss(weight: Float[Array, ""]) -> Float[Array, ""]:
-                losses = model.task.loss(mix(weight, outputs, method_outputs), labels)
-                return jnp.sum(jnp.where(real, losses, 0))
-
-            return jax.vmap(loss)(jnp.asarray(weights))
-
-        return summed(model, data, of_batch)
-
     def personalize(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> Params:
-        start = layers_from(jax.random.fold_in(key, _INIT))
+        start = _own_layers(model, jax.random.fold_in(key, _INIT))
         fold = _folds(jax.random.fold_in(key, _FOLDS), data, folds, by_class=by_class)
 
         def fit(data: ClientData) -> tuple[Params, Params]:
@@ -145,17 +126,16 @@ def mixed(
             *_, losses = carry
             # In the last pass `left_out` is empty, so it adds no loss.
             training, left_out = _divided(data, fold == index)
-            own, shared = fit(training)
-            return own, shared, losses + losses_of(own, shared, left_out)
+            pair = fit(training)
+            return *pair, losses + _losses(model, mix, weights, pair, left_out)
 
         # The loop needs the shapes of its carry before the first fit.
         shapes = jax.eval_shape(fit, data)
-        unfitted = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        unfitted = optax.tree.zeros_like(shapes)
         carry = (*unfitted, jnp.zeros(len(weights)))
         # A loop holds the program of training once, and not once for each fold.
         own, shared, losses = lax.fori_loop(0, folds + 1, leave_out, carry)
-        # `argmin` would choose a NaN, so NaN counts as infinite.
-        best = jnp.argmin(jnp.where(jnp.isnan(losses), jnp.inf, losses))
+        best = index_of_least(losses)
         return {**shared, _MIXTURE: Mixture(own, jnp.asarray(weights)[best])}
 
     def change(mixture: Mixture, outputs: Array, x: Array) -> Array:
@@ -163,12 +143,46 @@ def mixed(
 
     def unmixed(key: Key[Array, ""]) -> Mixture:
         # With the weight 0, the outputs are those of the method.
-        return Mixture(layers_from(key), jnp.zeros(()))
+        return Mixture(_own_layers(model, key), jnp.zeros(()))
 
     # The model cannot be split at its head, because the own model reads inputs, not features.
     mixture = extended(model, _MIXTURE, unmixed, change)._replace(extract=None, classify=None)
     name = f"mixed({algorithm.name})"
     return algorithm._replace(name=name, model=mixture, personalize=personalize)
+
+
+def _own_layers(model: Model, key: Key[Array, ""]) -> Params:
+    """Draw parameters for a client's own model."""
+    params = model.init(key)
+    # An entry of a wrapper, such as a map of logits, is no part of the client's own model.
+    return {name: params[name] for name in model.layers}
+
+
+def _losses(
+    model: Model,
+    mix: Mix,
+    weights: Float[np.ndarray, "W"],
+    pair: tuple[Params, Params],
+    data: ClientData,
+) -> Float[Array, "W"]:
+    """Return the sum of the losses of a client's examples for each weight of its own model.
+
+    `pair` holds the client's own model and the method's model.
+    """
+    own, shared = pair
+
+    def of_batch(x: Array, labels: Array, real: Bool[Array, "B"]) -> Float[Array, "W"]:
+        outputs = model.apply(own, x)
+        method_outputs = model.apply(shared, x)
+
+        def loss(weight: Float[Array, ""]) -> Float[Array, ""]:
+            losses = model.task.loss(mix(weight, outputs, method_outputs), labels)
+            # A product with 0 would keep a NaN of padding.
+            return jnp.sum(jnp.where(real, losses, 0))
+
+        return jax.vmap(loss)(jnp.asarray(weights))
+
+    return summed(model, data, of_batch)
 
 
 def _folds(key: Key[Array, ""], data: ClientData, folds: int, *, by_class: bool) -> Int[Array, "N"]:
@@ -184,14 +198,19 @@ def _folds(key: Key[Array, ""], data: ClientData, folds: int, *, by_class: bool)
     # The last key counts most: real positions come first, by class, and at random within one.
     order = jnp.lexsort((drawn, labels, ~real))
     ordered = jnp.where(real, labels[order].astype(jnp.int32), -1)
+    # Neighbours have different folds, so each class is spread over the folds.
+    fold = jnp.where(real & ~_is_alone(ordered), positions % folds, -1)
+    return fold[jnp.argsort(order)]
+
+
+def _is_alone(ordered: Int[Array, "N"]) -> Bool[Array, "N"]:
+    """Return whether each of the ordered labels differs from its neighbours."""
     changes = ordered[1:] != ordered[:-1]
     edge = jnp.ones(1, bool)
     first = jnp.concatenate([edge, changes])
     last = jnp.concatenate([changes, edge])
     # An example that is both the first and the last of its class is the only one.
-    # Neighbours have different folds, so each class is spread over the folds.
-    fold = jnp.where(real & ~(first & last), positions % folds, -1)
-    return fold[jnp.argsort(order)]
+    return first & last
 
 
 def _divided(data: ClientData, out: Bool[Array, "N"]) -> tuple[ClientData, ClientData]:

@@ -31,6 +31,13 @@ Features and labels of padding are 0.
 Linear = tuple[Float[Array, "F K"], Float[Array, "K"]]
 """Kernel and bias of a head."""
 
+Correction = Callable[[Linear, Tree, Number], Linear]
+"""Function that returns a client's own head.
+
+Its arguments are the server's head, the client's summed statistics, and the weight of the server's
+head as a number of examples.
+"""
+
 
 class OneShotServer(NamedTuple):
     """State of a server that sets the head to the solution of its summed aggregates."""
@@ -119,28 +126,25 @@ def dp_ridge(
         inverse = 1 / (jnp.maximum(values, 0) + ridge)
         return _linear(vectors @ (inverse[:, None] * (vectors.T @ mean["cross"])))
 
-    def correct(head: Linear, total: Tree) -> Linear:
-        assert personal is not None
+    def correct(head: Linear, total: Tree, weight: Number) -> Linear:
         kernel, bias = head
         # This inverts `_linear`, and gives the W of the server.
         before = jnp.concatenate([kernel, bias[None] / radius]) / scale
-        second = total["second"] + personal * jnp.eye(len(before))
-        cross = total["cross"] + personal * before
+        second = total["second"] + weight * jnp.eye(len(before))
+        cross = total["cross"] + weight * before
         # The matrix is positive definite, because mu is above 0.
         return _linear(jax.scipy.linalg.solve(second, cross, assume_a="pos"))
 
     def _linear(weights: Float[Array, "F1 K"]) -> Linear:
         return scale * weights[:-1], scale * radius * weights[-1]
 
-    corrected: Callable[[Linear, Tree], Linear] | None = None
-    if personal is not None:
-        corrected = correct
     return _one_shot(
         "dp_ridge",
         model,
         statistics,
         solve,
-        corrected,
+        correct,
+        personal,
         Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling),
         Terms(delta),
     )
@@ -215,28 +219,25 @@ def dp_prototypes(
         share = jnp.maximum(mean["share"] / radius, least_share)
         return _linear(mean["features"] / share[:, None])
 
-    def correct(head: Linear, total: Tree) -> Linear:
-        assert personal is not None
+    def correct(head: Linear, total: Tree, weight: Number) -> Linear:
         kernel, _ = head
         count = total["share"][:, None] / radius
         # The server's prototypes are the kernel's columns, without the factor of the logits.
-        features = total["features"] + personal * kernel.T / scale
+        features = total["features"] + weight * kernel.T / scale
         # The divisor is at least mu, also for a class that the client does not have.
-        return _linear(features / (count + personal))
+        return _linear(features / (count + weight))
 
     def _linear(prototypes: Float[Array, "K F"]) -> Linear:
         # The bias is the constant -c |mu_k|^2 / 2 of the logits.
         return scale * prototypes.T, -0.5 * scale * jnp.sum(prototypes**2, axis=1)
 
-    corrected: Callable[[Linear, Tree], Linear] | None = None
-    if personal is not None:
-        corrected = correct
     return _one_shot(
         "dp_prototypes",
         model,
         statistics,
         solve,
-        corrected,
+        correct,
+        personal,
         Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling),
         Terms(delta),
     )
@@ -247,7 +248,8 @@ def _one_shot(
     model: Model,
     statistics: Statistics,
     solve: Callable[[Tree], Linear],
-    correct: Callable[[Linear, Tree], Linear] | None,
+    correct: Correction,
+    personal: Number | None,
     mechanism: Mechanism,
     terms: Terms,
 ) -> Algorithm:
@@ -258,8 +260,9 @@ def _one_shot(
         model: The network, with one dense head.
         statistics: Function that sums the statistics of a batch.
         solve: Function from the mean of the aggregates to the server's head.
-        correct: Function from the server's head and a client's summed statistics to the client's
-            own head. None evaluates every client with the server's head.
+        correct: Function that returns a client's own head.
+        personal: Weight of the server's head in a client's own head, as a number of examples. None
+            evaluates every client with the server's head.
         mechanism: Sampling, clip bound and noise.
         terms: Failure probability of the privacy statement.
     """
@@ -269,20 +272,6 @@ def _one_shot(
     one_input = jax.ShapeDtypeStruct((1, features), jnp.float32)
     one_label = jax.ShapeDtypeStruct((1, classes), jnp.float32)
     shapes = jax.eval_shape(statistics, one_input, one_label)
-
-    def with_head(params: Params, head: Linear) -> Params:
-        kernel, bias = head
-        old = params[layer]
-        new = {
-            "kernel": kernel.astype(old["kernel"].dtype),
-            "bias": bias.astype(old["bias"].dtype),
-        }
-        return {**params, layer: new}
-
-    def head_of(params: Params) -> Linear:
-        kernel = params[layer]["kernel"]
-        bias = params[layer]["bias"]
-        return kernel.astype(jnp.float32), bias.astype(jnp.float32)
 
     def sums(params: Params, data: ClientData) -> Tree:
         def of_batch(x: Array, labels: Array, real: Bool[Array, "B"]) -> Tree:
@@ -297,7 +286,7 @@ def _one_shot(
 
     def init(key: Key[Array, ""], num_clients: int) -> tuple[OneShotServer, Tree]:
         del num_clients
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        zeros = optax.tree.zeros_like(shapes)
         return OneShotServer(model.init(key), zeros, jnp.zeros(())), ()
 
     def client_update(
@@ -312,18 +301,18 @@ def _one_shot(
         total = optax.tree.add(server.total, aggregate)
         rounds = server.rounds + 1
         head = solve(optax.tree.scale(1 / rounds, total))
-        return OneShotServer(with_head(server.params, head), total, rounds)
+        return OneShotServer(_with_head(server.params, layer, head), total, rounds)
 
     def personalize(
         key: Key[Array, ""], server: OneShotServer, client: Tree, data: ClientData
     ) -> Params:
         del key, client
-        if correct is None:
+        if personal is None:
             return server.params
-        shared = head_of(server.params)
+        shared = _single_precision_head(server.params, layer)
         # The extractor never changes, so these features are those of the server's statistics.
-        own = correct(shared, sums(server.params, data))
-        return with_head(server.params, own)
+        own = correct(shared, sums(server.params, data), personal)
+        return _with_head(server.params, layer, own)
 
     return Algorithm(
         name=name,
@@ -335,6 +324,26 @@ def _one_shot(
         mechanism=mechanism,
         terms=terms,
     )
+
+
+def _with_head(params: Params, layer: str, head: Linear) -> Params:
+    """Return the parameters with another head, in the dtypes of the head before."""
+    kernel, bias = head
+    # The solution is in single precision, and the network's dtype may be another one.
+    old = params[layer]
+    new = {
+        "kernel": kernel.astype(old["kernel"].dtype),
+        "bias": bias.astype(old["bias"].dtype),
+    }
+    return {**params, layer: new}
+
+
+def _single_precision_head(params: Params, layer: str) -> Linear:
+    """Return the head in single precision."""
+    kernel = params[layer]["kernel"]
+    bias = params[layer]["bias"]
+    # A client's sums are in single precision too, whatever the network's dtype.
+    return kernel.astype(jnp.float32), bias.astype(jnp.float32)
 
 
 def _dense_head(model: Model) -> tuple[str, int, int]:

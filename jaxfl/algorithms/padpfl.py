@@ -375,23 +375,23 @@ def convergence_bound(
     """
     check_positive("smoothness", smoothness)
     check_positive("mu", mu)
-    check_positive("gap", gap, zero=True)
-    check_positive("gamma", gamma, zero=True)
-    check_positive("dissimilarity", dissimilarity, zero=True)
-    check_positive("gradient", gradient, zero=True)
-    check_positive("spread", spread, zero=True)
-    check_positive("convexity", convexity, zero=True)
-    # A client moves on average by at most this times the gradient.
-    reach = dissimilarity * (1 + gamma) / mu
-    # The next three are lambda_2 in two steps, and lambda_1. Lambda_0 is half the smoothness.
-    descent = -(1 - gamma * dissimilarity) / mu
-    quadratic = descent + smoothness * reach / mu + smoothness * reach**2 / 2
-    linear = 1 + smoothness * reach
+    others = {
+        "gap": gap,
+        "gamma": gamma,
+        "dissimilarity": dissimilarity,
+        "gradient": gradient,
+        "spread": spread,
+        "convexity": convexity,
+    }
+    for name, value in others.items():
+        check_positive(name, value, zero=True)
+    quadratic, linear = _round_factors(smoothness, mu, gamma, dissimilarity)
     moves = np.zeros(())
     if changes is not None:
         moves = np.asarray(changes)
     # The mean norm of d numbers is at most the root of their mean squared norm.
     norm = np.sqrt(parameters) * np.asarray(noise, np.float64)
+    # Lambda_0 is half the smoothness.
     by_noise = linear * gradient * norm + smoothness / 2 * norm**2
     # A change of p moves the objective and its minimum, each by at most half of this term.
     added = by_noise + spread * moves + max(quadratic, 0) * gradient**2
@@ -401,6 +401,19 @@ def convergence_bound(
     for term in added:
         bound.append(contraction * bound[-1] + term)
     return np.array(bound)
+
+
+def _round_factors(
+    smoothness: float, mu: float, gamma: float, dissimilarity: float
+) -> tuple[float, float]:
+    r"""Return :math:`\lambda_2` and :math:`\lambda_1` of `convergence_bound`."""
+    # A client moves on average by at most this times the gradient.
+    reach = dissimilarity * (1 + gamma) / mu
+    # Lambda_2 is computed in two steps.
+    descent = -(1 - gamma * dissimilarity) / mu
+    quadratic = descent + smoothness * reach / mu + smoothness * reach**2 / 2
+    linear = 1 + smoothness * reach
+    return quadratic, linear
 
 
 def _impacts_and_delta(

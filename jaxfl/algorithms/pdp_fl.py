@@ -305,11 +305,7 @@ def pdp_fl_paper(
     # The server divides the aggregate, and with it its own noise, by `divisor`.
     z = noise_of(epsilon_max) * divisor
     noise = np.array([noise_of(budget) for budget in asked])
-    rule = None
-    if top_up != "variances" and math.isfinite(epsilon_max):
-        level_divisor = participants if top_up == "mean_level" else 1.0
-        # The noise is in proportion to 1 / epsilon, so this product is the noise at epsilon 1.
-        rule = LevelNoise(z * epsilon_max / participants, level_divisor, epsilon_max)
+    rule = _level_rule(top_up, z, participants, epsilon_max)
     mechanism = _by_level(budgets, sampling, clip, z, noise, rule)
     why = (
         "sensitivity 2C/m of weights to an example, without composition of rounds, and "
@@ -437,6 +433,25 @@ class NoiseByLevel(Mechanism):
         if (noise == noise[:, :1]).all():
             return view
         return view._replace(amplified=None)
+
+
+def _level_rule(
+    top_up: TopUp, noise_multiplier: float, participants: float, epsilon_max: float
+) -> LevelNoise | None:
+    """Return the rule by levels, or None if the server's noise follows from variances.
+
+    Args:
+        top_up: Choice of the rule, as in `pdp_fl_paper`.
+        noise_multiplier: The server's noise at `epsilon_max`, if clients add none.
+        participants: n, the number of participants.
+        epsilon_max: Global budget. An infinite one needs no noise and no rule.
+    """
+    if top_up == "variances" or math.isinf(epsilon_max):
+        return None
+    # By (20), epsilon is the mean of the levels. By line 2 of Algorithm 3, it is their sum.
+    level_divisor = participants if top_up == "mean_level" else 1.0
+    # The noise is in proportion to 1 / epsilon, so this product is the noise at epsilon 1.
+    return LevelNoise(noise_multiplier * epsilon_max / participants, level_divisor, epsilon_max)
 
 
 def _by_level(

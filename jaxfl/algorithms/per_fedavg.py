@@ -75,19 +75,13 @@ def per_fedavg(
         delta=delta,
     )
 
-    # The loss needs the parameters and inputs, since it applies the model at two points.
-    def unapplied(*arguments: Any) -> Any:
-        return arguments
-
     def loss(batch: tuple, labels: Array, weights: Float[Array, "B"]) -> Float[Array, ""]:
         params, *inputs = batch
 
         def half_loss(params: Params, half: Float[Array, "B"]) -> Float[Array, ""]:
             return model.task.mean_loss(model.apply(params, *inputs), labels, half)
 
-        # The halves are every other example, given as weights.
-        first = jnp.where(jnp.arange(len(weights)) % 2 == 0, weights, 0)
-        second = jnp.where(jnp.sum(weights) > 1, weights - first, first)
+        first, second = _halves(weights)
         # First order: the inner step is a constant of the outer gradient.
         step = lax.stop_gradient(jax.grad(half_loss)(params, first))
         inner = optax.tree.add_scale(params, -inner_learning_rate, step)
@@ -98,7 +92,8 @@ def per_fedavg(
     ) -> tuple:
         # A microbatch would take its own inner step.
         undivided = model._replace(microbatch=None)
-        params, info = local.train(key, undivided, server.params, data, apply=unapplied, loss=loss)
+        # The loss gets parameters and inputs, because it applies the model at two points.
+        params, info = local.train(key, undivided, server.params, data, apply=_unapplied, loss=loss)
         return Message(optax.tree.sub(params, server.params)), client, info
 
     def personalize(key: Key[Array, ""], server: Server, client: tuple, data: ClientData) -> Params:
@@ -106,3 +101,19 @@ def per_fedavg(
         return params
 
     return base._replace(name="per_fedavg", client_update=client_update, personalize=personalize)
+
+
+def _unapplied(*arguments: Any) -> Any:
+    """Return the arguments, as a model that applies nothing."""
+    return arguments
+
+
+def _halves(weights: Float[Array, "B"]) -> tuple[Float[Array, "B"], Float[Array, "B"]]:
+    """Return the weights of every other example of a batch, and those of the rest.
+
+    Both halves are the example itself if there is only one.
+    """
+    first = jnp.where(jnp.arange(len(weights)) % 2 == 0, weights, 0)
+    # A second half without examples would have no gradient.
+    second = jnp.where(jnp.sum(weights) > 1, weights - first, first)
+    return first, second

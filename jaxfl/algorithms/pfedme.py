@@ -1,6 +1,7 @@
 """pFedMe: personal models from the Moreau envelopes of the clients' losses."""
 
 import dataclasses
+import functools
 import math
 
 import jax.numpy as jnp
@@ -95,41 +96,61 @@ def pfedme(
         # The gradient at w is that of the envelope, which `envelope` computes.
         return proximal(personal, lax.stop_gradient(weights), penalty_weight)
 
-    def envelope(gradient_fn: GradientFn) -> GradientFn:
-        """Return a function from (w, theta) to a value and two gradients.
-
-        The first is the envelope's gradient at w. The second is the difference of the old theta
-        and the new one, so that a step of rate 1 leads to the new theta.
-        """
-
-        def of_step(pair: tuple[Params, Params]) -> tuple[Float[Array, ""], Tree]:
-            weights, start = pair
-
-            def descend(i: Int[Array, ""], carry: tuple) -> tuple:
-                _, personal = carry
-                value, (_, slope) = gradient_fn((weights, personal))
-                # The carry keeps the value of the last step only, which is what training reports.
-                return value, optax.tree.add_scale(personal, -inner_learning_rate, slope)
-
-            value, personal = lax.fori_loop(0, inner_steps, descend, (jnp.zeros(()), start))
-            outer = optax.tree.scale(penalty_weight, optax.tree.sub(weights, personal))
-            return value, (outer, optax.tree.sub(start, personal))
-
-        return of_step
+    envelope = functools.partial(
+        _envelope,
+        penalty_weight=penalty_weight,
+        learning_rate=inner_learning_rate,
+        steps=inner_steps,
+    )
 
     def client_update(
         key: Key[Array, ""], server: Server, client: Params, data: ClientData
     ) -> tuple:
-        shared = decayed(local.optimizer, local.decay, data)
-        labels = ("weights", "personal")
-        # The rate -1 subtracts the difference, which moves theta to its new value.
-        optimizer = optax.partition({"weights": shared, "personal": optax.scale(-1.0)}, labels)
-        # The decay is in the optimizer already, because it must not scale the steps of theta.
-        outer = dataclasses.replace(local, optimizer=optimizer, decay=None)
         start = (server.params, server.params)
-        (weights, personal), info = outer.train(
+        (weights, personal), info = _envelope_training(local, data).train(
             key, model, start, data, apply=apply, penalty=pull, gradient=envelope
         )
         return Message(optax.tree.sub(weights, server.params)), personal, info
 
     return keeps_models(base, "pfedme", client_update)
+
+
+def _envelope(
+    gradient_fn: GradientFn, *, penalty_weight: Number, learning_rate: Number, steps: int
+) -> GradientFn:
+    """Return a function from (w, theta) to a value and two gradients.
+
+    The first is the envelope's gradient at w. The second is the difference of the old theta and the
+    new one, so that a step of rate 1 leads to the new theta.
+
+    Args:
+        gradient_fn: Gradient of the penalised loss.
+        penalty_weight: Weight of the proximal term.
+        learning_rate: Rate of the steps for theta.
+        steps: Number of the steps for theta.
+    """
+
+    def of_step(pair: tuple[Params, Params]) -> tuple[Float[Array, ""], Tree]:
+        weights, start = pair
+
+        def descend(i: Int[Array, ""], carry: tuple) -> tuple:
+            _, personal = carry
+            value, (_, slope) = gradient_fn((weights, personal))
+            # The carry keeps the value of the last step only, which is what training reports.
+            return value, optax.tree.add_scale(personal, -learning_rate, slope)
+
+        value, personal = lax.fori_loop(0, steps, descend, (jnp.zeros(()), start))
+        outer = optax.tree.scale(penalty_weight, optax.tree.sub(weights, personal))
+        return value, (outer, optax.tree.sub(start, personal))
+
+    return of_step
+
+
+def _envelope_training(local: LocalSGD, data: ClientData) -> LocalSGD:
+    """Return a local training of (w, theta) by the two gradients of `_envelope`."""
+    shared = decayed(local.optimizer, local.decay, data)
+    labels = ("weights", "personal")
+    # The rate -1 subtracts the difference, which moves theta to its new value.
+    optimizer = optax.partition({"weights": shared, "personal": optax.scale(-1.0)}, labels)
+    # The decay is in the optimizer already, because it must not scale the steps of theta.
+    return dataclasses.replace(local, optimizer=optimizer, decay=None)

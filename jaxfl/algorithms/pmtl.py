@@ -1,30 +1,27 @@
 """PMTL, PMTL-FT and MR-MTL: personal models that stay near the mean of all models."""
 
-import functools
 import math
-from collections.abc import Callable
 from typing import Literal
 
 import jax
 import optax
 from jax import Array
-from jaxtyping import Float, Key
+from jaxtyping import Key
 
 from jaxfl._support.checks import (
     GAUSSIAN,
     at_least_0,
     check_delta,
     checked,
-    nonzero,
 )
 from jaxfl.algorithms.fedavg import (
     GradientRule,
     dp_fedavg,
     dp_fedavg_fb,
     keeps_models,
+    proximal_penalty,
     pull_to,
 )
-from jaxfl.local.penalties import proximal
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.sampling import Full, Sampling
@@ -106,7 +103,7 @@ def pmtl(
             f"{local=}. Choose another send, or give a LocalSGD: a copy trains twice, and a DPSGD "
             "accounts for one training."
         )
-    penalty = _penalty(penalty_weight)
+    penalty = proximal_penalty(penalty_weight)
     base = dp_fedavg(
         model,
         clip=clip,
@@ -194,7 +191,7 @@ def pmtl_ft(
         sampling=sampling,
         head=head,
         local=local,
-        penalty=_penalty(penalty_weight),
+        penalty=proximal_penalty(penalty_weight),
         gradient=gradient,
         server_optimizer=server_optimizer,
         delta=delta,
@@ -259,9 +256,3 @@ def mr_mtl(
         delta=delta,
     )
     return base._replace(name="mr_mtl")
-
-
-def _penalty(penalty_weight: Number) -> Callable[[Params, Params], Float[Array, ""]] | None:
-    if not nonzero(penalty_weight):
-        return None
-    return functools.partial(proximal, mu=penalty_weight)

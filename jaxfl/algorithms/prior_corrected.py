@@ -127,8 +127,7 @@ def prior_corrected(
     >>> prior_corrected(fedavg(mlp((8, 8, 1), 10, hidden=(16,))), smoothing=0.0).name
     'prior_corrected(fedavg)'
     """
-    releases = nonzero(released)
-    if releases:
+    if nonzero(released):
         _check_released(released, algorithm, train=train)
     model = algorithm.model
     classes = classes_of("algorithm", model)
@@ -157,43 +156,9 @@ def prior_corrected(
             params = algorithm.personalize(key, server, client, data)
         return {**params, _LOG_PRIOR: offset}
 
-    def personalize_counted(
-        key: Key[Array, ""],
-        server: Counted,
-        client: Tree,
-        data: ClientData,
-    ) -> Params:
-        params = personalize(key, server.method, client, data)
-        shared = released_log_prior(server, released * unit_of(algorithm.mechanism.clip))
-        # This is the offset log pi_i - log pi. Common constants of either change no prediction.
-        return {**params, _LOG_PRIOR: params[_LOG_PRIOR] - shared}
-
     def client_update(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> tuple:
         change = functools.partial(add, offset_of(data))
         return update_through(change, algorithm, key, server, client, data)
-
-    def init(key: Key[Array, ""], num_clients: int) -> tuple[Counted, Tree]:
-        method, clients = algorithm.init(key, num_clients)
-        server = Counted(
-            method, total=jnp.zeros(classes), squares=jnp.zeros(()), rounds=jnp.zeros(())
-        )
-        return server, clients
-
-    def send_shares(key: Key[Array, ""], server: Counted, client: Tree, data: ClientData) -> tuple:
-        message, client, info = algorithm.client_update(key, server.method, client, data)
-        # A client without examples has shares of 0.
-        shares = class_counts(data, classes) / jnp.maximum(data.size, 1)
-        joint = with_shares(message.update, released * shares, algorithm.mechanism.clip)
-        return message._replace(update=joint), client, info
-
-    def server_update(server: Counted, aggregate: Tree) -> Counted:
-        method = algorithm.server_update(server.method, aggregate["update"])
-        # The aggregate is what the mechanism releases, so pi costs no further privacy.
-        shares = aggregate["shares"]
-        # The squares later give the variance between rounds.
-        squares = server.squares + jnp.sum(shares**2)
-        total = server.total + shares
-        return Counted(method, total, squares, server.rounds + 1)
 
     updated = algorithm.client_update
     if train:
@@ -204,13 +169,57 @@ def prior_corrected(
         client_update=updated,
         personalize=personalize,
     )
-    if not releases:
-        return corrected
+    if nonzero(released):
+        return _releasing(corrected, released, classes)
+    return corrected
+
+
+def _releasing(corrected: Algorithm, released: Number, classes: int) -> Algorithm:
+    """Return a corrected method whose clients also send their shares of classes.
+
+    Args:
+        corrected: The method, whose correction takes uniform shares for those of all clients.
+        released: The argument of `prior_corrected`.
+        classes: Number of classes.
+    """
+    bound = corrected.mechanism.clip
+
+    def init(key: Key[Array, ""], num_clients: int) -> tuple[Counted, Tree]:
+        method, clients = corrected.init(key, num_clients)
+        server = Counted(
+            method, total=jnp.zeros(classes), squares=jnp.zeros(()), rounds=jnp.zeros(())
+        )
+        return server, clients
+
+    def client_update(
+        key: Key[Array, ""], server: Counted, client: Tree, data: ClientData
+    ) -> tuple:
+        message, client, info = corrected.client_update(key, server.method, client, data)
+        # A client without examples has shares of 0.
+        shares = class_counts(data, classes) / jnp.maximum(data.size, 1)
+        joint = with_shares(message.update, released * shares, bound)
+        return message._replace(update=joint), client, info
+
+    def server_update(server: Counted, aggregate: Tree) -> Counted:
+        method = corrected.server_update(server.method, aggregate["update"])
+        # The aggregate is what the mechanism releases, so pi costs no further privacy.
+        shares = aggregate["shares"]
+        # The squares later give the variance between rounds.
+        squares = server.squares + jnp.sum(shares**2)
+        total = server.total + shares
+        return Counted(method, total, squares, server.rounds + 1)
+
+    def personalize(key: Key[Array, ""], server: Counted, client: Tree, data: ClientData) -> Params:
+        params = corrected.personalize(key, server.method, client, data)
+        shared = released_log_prior(server, released * unit_of(bound))
+        # This is the offset log pi_i - log pi. Common constants of either change no prediction.
+        return {**params, _LOG_PRIOR: params[_LOG_PRIOR] - shared}
+
     return corrected._replace(
         init=init,
-        client_update=send_shares,
+        client_update=client_update,
         server_update=server_update,
-        personalize=personalize_counted,
+        personalize=personalize,
     )
 
 

@@ -1,5 +1,6 @@
 """SCAFFOLD: local steps corrected by control variates."""
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -107,27 +108,11 @@ def scaffold(
         key: Key[Array, ""], server: ScaffoldServer, client: Params, data: ClientData
     ) -> tuple:
         # The correction c - c_i stays the same in all steps of a round.
-        correction = optax.tree.sub(server.control, client)
-
-        def corrected(gradient_fn: GradientFn) -> GradientFn:
-            def of_step(params: Params) -> tuple[Float[Array, ""], Tree]:
-                value, slope = gradient_fn(params)
-                return value, optax.tree.add(slope, correction)
-
-            return of_step
-
+        corrected = functools.partial(_plus, optax.tree.sub(server.control, client))
         params, info = local.train(key, model, server.params, data, gradient=corrected)
         update = optax.tree.sub(params, server.params)
         # K may depend on the client's number of examples, so training reports the steps.
-        steps = info["steps"]
-        length = learning_rate * jnp.maximum(steps, 1)
-
-        # A client without examples takes no steps, and its variate stays as it is.
-        def change_of(update: Array, control: Array) -> Array:
-            # This is c_i^+ - c_i, because the update is y - x.
-            return jnp.where(steps > 0, -update / length - control, 0).astype(control.dtype)
-
-        change = jax.tree.map(change_of, update, server.control)
+        change = _variate_change(update, server.control, info["steps"], learning_rate)
         # Both halves are in one message, so the clip bounds their joint norm.
         return Message((update, change)), optax.tree.add(client, change), info
 
@@ -149,3 +134,34 @@ def scaffold(
         server_update=server_update,
         reads_sampling=sampling,
     )
+
+
+def _plus(correction: Tree, gradient_fn: GradientFn) -> GradientFn:
+    """Return a function whose gradient is that of `gradient_fn` plus a correction."""
+
+    def of_step(params: Params) -> tuple[Float[Array, ""], Tree]:
+        value, slope = gradient_fn(params)
+        return value, optax.tree.add(slope, correction)
+
+    return of_step
+
+
+def _variate_change(
+    update: Params, control: Params, steps: Float[Array, ""], learning_rate: Number
+) -> Params:
+    """Return :math:`c_i^+ - c_i`, which is 0 for a client that took no steps.
+
+    Args:
+        update: y - x, the client's update.
+        control: c, the variate of the server.
+        steps: K, the number of steps.
+        learning_rate: The rate of the steps.
+    """
+    length = learning_rate * jnp.maximum(steps, 1)
+
+    # A client without examples takes no steps, and its variate stays as it is.
+    def of_leaf(update: Array, control: Array) -> Array:
+        # The update is y - x.
+        return jnp.where(steps > 0, -update / length - control, 0).astype(control.dtype)
+
+    return jax.tree.map(of_leaf, update, control)

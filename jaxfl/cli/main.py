@@ -46,6 +46,7 @@ from jaxfl.report.plan_page import check_page
 from jaxfl.run import signals
 from jaxfl.run.folder import run_folder
 from jaxfl.run.simulate import simulate
+from jaxfl.types import Clients
 
 T = TypeVar("T")
 
@@ -156,21 +157,13 @@ def _message(box: str, command: list[str]) -> str:
         box: The box.
         command: Name of the command that was called, or [] if there is none.
     """
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", box)
-    lines = [line.strip(" |\u2500\u2502\u256d\u256e\u2570\u256f") for line in plain.splitlines()]
-    # The first line is the title. A line that separates parts is empty by now, or has only dashes.
-    ruled = itertools.groupby(lines[1:], lambda line: not line.strip("-"))
-    message, *comments = [" ".join(map(str.strip, part)) for rule, part in ruled if not rule]
+    message, *comments = _paragraphs(box)
     message = re.sub(r"^Error parsing (\S*dummy\S*: )?", "", message).removesuffix(".")
     # An option with a short name is called by its long one.
     message = re.sub(r"--[\w-]+/(?=--)", "", message)
     if found := re.fullmatch(_CHOICE, message):
         value, name, choices = found.groups()
-        remedy = nearest(value, re.findall(r"'(.*?)'", choices))
-        # `run` has no option that takes several values.
-        if "," in value and command != ["run"]:
-            remedy = "Separate values by spaces."
-        return f"{name} must be one of its choices, got {show(value)}. {remedy}"
+        return _not_a_choice(name, value, choices, command)
     if found := re.fullmatch(r"Unrecognized (?:or misplaced )?options: (.*)", message):
         words = re.sub(r" \(applied to [^)]*\),?", ",", found[1])
         return _unknown(words.strip(","), comments, command)
@@ -182,6 +175,24 @@ def _message(box: str, command: list[str]) -> str:
     if len(message) > _LONGEST:
         return f"{message[:_LONGEST]}..."
     return f"{message}."
+
+
+def _paragraphs(box: str) -> list[str]:
+    """Return the message in a box of tyro, and the comments and the footer after it."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", box)
+    lines = [line.strip(" |\u2500\u2502\u256d\u256e\u2570\u256f") for line in plain.splitlines()]
+    # The first line is the title. A line that separates parts is empty by now, or has only dashes.
+    ruled = itertools.groupby(lines[1:], lambda line: not line.strip("-"))
+    return [" ".join(map(str.strip, part)) for rule, part in ruled if not rule]
+
+
+def _not_a_choice(name: str, value: str, choices: str, command: list[str]) -> str:
+    """Return the message on a value that is not among the choices of an option."""
+    remedy = nearest(value, re.findall(r"'(.*?)'", choices))
+    # `run` has no option that takes several values.
+    if "," in value and command != ["run"]:
+        remedy = "Separate values by spaces."
+    return f"{name} must be one of its choices, got {show(value)}. {remedy}"
 
 
 def _unknown(words: str, comments: list[str], command: list[str]) -> str:
@@ -239,16 +250,10 @@ def in_one_line(
         if jax.process_index() == 0:
             print(f"\n{str(error) or 'stopped'}", file=sys.stderr)
         sys.exit(signals.exit_code(error))
-    # The innermost frame is of the module that raised the error. Only errors of this library's own
-    # modules have a remedy in their text, so those of JAX and NumPy keep their traceback.
-    last = trace
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    module = ""
-    if last is not None:
-        module = last.tb_frame.f_globals.get("__name__", "")
-    of_check = isinstance(error, ValueError | TypeError) and module.split(".")[0] == "jaxfl"
-    if of_check:
+    # Only errors of this library's own modules have a remedy in their text, so those of JAX and
+    # NumPy keep their traceback.
+    package = _raised_in(trace).split(".")[0]
+    if isinstance(error, ValueError | TypeError) and package == "jaxfl":
         text = str(error)
     elif isinstance(error, OSError) and error.filename is not None:
         # An example is a folder that cannot be made.
@@ -260,6 +265,16 @@ def in_one_line(
     sys.exit(2)
 
 
+def _raised_in(trace: types.TracebackType | None) -> str:
+    """Return the name of the module that raised an error, or "" if it is not known."""
+    if trace is None:
+        return ""
+    # The innermost frame comes last.
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace.tb_frame.f_globals.get("__name__", "")
+
+
 def _commands(words: list[str]) -> dict[str, Callable[..., None]]:
     """Return the commands by name.
 
@@ -268,21 +283,7 @@ def _commands(words: list[str]) -> dict[str, Callable[..., None]]:
     Args:
         words: Words of the command line.
     """
-    # An option and its value may be one word, as in --config=FILE.
-    parted: list[str] = []
-    for word in words:
-        if word.startswith("--"):
-            parted += word.split("=", 1)
-        else:
-            parted.append(word)
-    configs = [path for option, path in itertools.pairwise(parted) if option == "--config"]
-    if len(configs) > 1:
-        raise ValueError(
-            f"config must be given once, got {configs}. Put all settings into one file."
-        )
-    file = None
-    if configs:
-        file = configs[0]
+    file = _config_file(words)
 
     def settings_of(command: str, kind: type[T]) -> T:
         # With a file there is a first word, because --config is one of the words.
@@ -308,17 +309,7 @@ def _commands(words: list[str]) -> dict[str, Callable[..., None]]:
         """
         # Options of the command line replace those of the file.
         numbers = {**setting.options, **settings.parse_options(option)}
-        setting = dataclasses.replace(setting, options=numbers)
-        dataset = setting.population.load()
-        algorithm = setting.build(setting.network(dataset))
-        folder = run_folder(out, setting.method, setting, setting.seed)
-        clients = setting.population.make(dataset, setting.seed)
-        result = simulate(setting.seed, algorithm, clients, rounds=setting.rounds, folder=folder)
-        row = result.metrics[-1]
-        worst = f"worst 10% of clients {row['accuracy_worst10']:.3f}"
-        print(f"accuracy {row['accuracy']:.3f}, {worst}, after round {row['round']}")
-        print(privacy.format_statement(result.statement))
-        print(f"folder: {folder}")
+        _run_method(dataclasses.replace(setting, options=numbers), out)
 
     def compare(
         setting: tyro.conf.OmitArgPrefixes[settings.Compare] = settings_of(
@@ -335,16 +326,7 @@ def _commands(words: list[str]) -> dict[str, Callable[..., None]]:
             out: Folder of all its runs. The same command resumes a comparison that was stopped.
             config: YAML file of settings, which options replace.
         """
-        dataset = setting.population.load()
-        found = jaxfl.compare(
-            setting.candidates(setting.network(dataset)),
-            functools.partial(setting.population.make, dataset),
-            rounds=setting.rounds,
-            epsilons=setting.epsilons,
-            seeds=setting.seeds,
-            folder=out,
-        )
-        print(found.to_markdown(), found.protocol, f"folder: {out}", sep="\n\n")
+        _compare_methods(setting, out)
 
     return {
         "quickstart": quickstart.main,
@@ -355,6 +337,52 @@ def _commands(words: list[str]) -> dict[str, Callable[..., None]]:
         "data": data,
         "doctor": doctor,
     }
+
+
+def _config_file(words: list[str]) -> str | None:
+    """Return the file after --config in a command line, or None without one."""
+    # An option and its value may be one word, as in --config=FILE.
+    parted: list[str] = []
+    for word in words:
+        if word.startswith("--"):
+            parted += word.split("=", 1)
+        else:
+            parted.append(word)
+    configs = [path for option, path in itertools.pairwise(parted) if option == "--config"]
+    if len(configs) > 1:
+        raise ValueError(
+            f"config must be given once, got {configs}. Put all settings into one file."
+        )
+    return next(iter(configs), None)
+
+
+def _run_method(setting: settings.Run, out: pathlib.Path) -> None:
+    """Run a method in a folder below `out`, and print its accuracy and its privacy statement."""
+    dataset = setting.population.load()
+    algorithm = setting.build(setting.network(dataset))
+    folder = run_folder(out, setting.method, setting, setting.seed)
+    clients = setting.population.make(dataset, setting.seed)
+    result = simulate(setting.seed, algorithm, clients, rounds=setting.rounds, folder=folder)
+    # The last row is that of the last evaluation.
+    row = result.metrics[-1]
+    worst = f"worst 10% of clients {row['accuracy_worst10']:.3f}"
+    print(f"accuracy {row['accuracy']:.3f}, {worst}, after round {row['round']}")
+    print(privacy.format_statement(result.statement))
+    print(f"folder: {folder}")
+
+
+def _compare_methods(setting: settings.Compare, out: pathlib.Path) -> None:
+    """Compare methods in the folder `out`, and print their accuracies."""
+    dataset = setting.population.load()
+    found = jaxfl.compare(
+        setting.candidates(setting.network(dataset)),
+        functools.partial(setting.population.make, dataset),
+        rounds=setting.rounds,
+        epsilons=setting.epsilons,
+        seeds=setting.seeds,
+        folder=out,
+    )
+    print(found.to_markdown(), found.protocol, f"folder: {out}", sep="\n\n")
 
 
 def report(
@@ -421,34 +449,43 @@ def plan(
         separation=separation,
         progress=True,
     )
-    rows = [
-        {
-            "mechanism": row.kind,
-            "needs": ", ".join(row.needs),
-            "bands": getattr(row.mechanism, "bands", None),
-            "noise multiplier": row.noise_multiplier,
-            "epsilon": row.epsilon,
-            "epsilon, RDP": row.rdp.value,
-            "noise in the model / C": row.error,
-        }
-        for row in found
-    ]
     if report is not None:
         # On stdout, the path would mix with the JSON text.
         print(jaxfl.write_plan(found, report), file=sys.stderr)
-    if as_json:
-        # All mechanisms are planned at one delta.
-        values = {"delta": found[0].delta, "mechanisms": rows}
-        print(json.dumps(values, indent=1))
-        return
+    # All mechanisms are planned at one delta.
     delta = found[0].delta
-    title = f"{clients} clients, {cohort} in a round, {rounds} rounds, delta {delta:.3g}"
+    if as_json:
+        rows = list(map(_plan_row, found))
+        values = {"delta": delta, "mechanisms": rows}
+        print(json.dumps(values, indent=1))
+    else:
+        title = f"{clients} clients, {cohort} in a round, {rounds} rounds, delta {delta:.3g}"
+        _print_plan(title, found)
+
+
+def _plan_row(planned: planning.Plan) -> dict[str, Any]:
+    """Return the row of a planned mechanism in the result of `plan`."""
+    return {
+        "mechanism": planned.kind,
+        "needs": ", ".join(planned.needs),
+        "bands": getattr(planned.mechanism, "bands", None),
+        "noise multiplier": planned.noise_multiplier,
+        "epsilon": planned.epsilon,
+        "epsilon, RDP": planned.rdp.value,
+        "noise in the model / C": planned.error,
+    }
+
+
+def _print_plan(title: str, found: list[planning.Plan]) -> None:
+    """Print a table of planned mechanisms, and what they need of a deployment."""
+    rows = list(map(_plan_row, found))
     # All columns would exceed a terminal of 80.
     names = [name for name in rows[0] if name != "epsilon, RDP"]
     cells = ([_as_text(row[name]) for name in names] for row in rows)
     _print_table(title, names, cells)
     print("Epsilon covers a client's data (zero-out), for observers of sums and models.")
-    for need in dict.fromkeys(need for row in found for need in row.needs):
+    # Several mechanisms may have one need, which is explained once.
+    for need in dict.fromkeys(need for planned in found for need in planned.needs):
         print(textwrap.fill(f"{need}: {NEEDS[need]}", 80, subsequent_indent="  "))
 
 
@@ -503,16 +540,7 @@ def throughput(seconds: float = 5.0) -> float:
     Args:
         seconds: Least duration of the measurement.
     """
-    # Random pictures take as long to train on as real ones, and need no dataset.
-    generator = np.random.default_rng(0)
-    number = 64
-    size = 50
-    images = generator.integers(0, 256, (number * size, 28, 28, 1), np.uint8)
-    labels = generator.integers(0, 10, number * size, np.int32)
-    dataset = from_arrays(images, labels, images[:number], labels[:number])
-    clients = make_clients(
-        dataset, iid(labels, number, seed=0), iid(labels[:number], number, seed=0)
-    )
+    clients = _random_clients(number=64, size=50)
     local = LocalSGD(optax.sgd(0.01), batch_size=10)
     algorithm = dp_fedavg(
         lenet((28, 28, 1)), clip=1.0, noise_multiplier=1.0, sampling=privacy.Full(), local=local
@@ -531,7 +559,19 @@ def throughput(seconds: float = 5.0) -> float:
     while time.monotonic() < began + seconds:
         center, states, _ = jax.block_until_ready(step(key, rounds, 1, center, states))
         rounds += 1
-    return number * rounds / (time.monotonic() - began)
+    return clients.num_clients * rounds / (time.monotonic() - began)
+
+
+def _random_clients(number: int, size: int) -> Clients:
+    """Return clients with random pictures, `size` for training and one for tests each."""
+    # Random pictures take as long to train on as real ones, and need no dataset.
+    generator = np.random.default_rng(0)
+    images = generator.integers(0, 256, (number * size, 28, 28, 1), np.uint8)
+    labels = generator.integers(0, 10, number * size, np.int32)
+    dataset = from_arrays(images, labels, images[:number], labels[:number])
+    train = iid(labels, number, seed=0)
+    test = iid(labels[:number], number, seed=0)
+    return make_clients(dataset, train, test)
 
 
 def _print_table(title: str, head: Iterable[str], rows: Iterable[Iterable[str]]) -> None:

@@ -115,19 +115,9 @@ def methods(config: Config, model: Model, examples: int) -> list[Algorithm]:
     }
     # Methods without noise hide no cohort, so they may divide by their actual participants.
     plain = Mechanism(sampling=sampling, denominator="participants")
-    # The paper counts single examples, so its epsilon is shown as a claim only.
-    claimed = paper_epsilon(
-        z,
-        delta=config.delta,
-        examples=examples,
-        batch_size=4,
-        epochs=2,
-        rounds=config.rounds,
-        rate=config.rate,
-    )
-    claim = (claimed, "by the paper's rule, per example and local step")
     adam = LocalSGD(optax.adam(5e-3), batch_size=4, epochs=2)
     feddpa = algorithms.feddpa(model, evaluate="adapt", local=adam, **private)
+    claim = _paper_claim(config, z, examples)
     return [
         algorithms.local_only(model, local=local),
         algorithms.fedavg(model, mechanism=plain, local=local),
@@ -136,6 +126,21 @@ def methods(config: Config, model: Model, examples: int) -> list[Algorithm]:
         algorithms.dp_fedavg_fb(model, head=head, local=local, **private),
         feddpa._replace(terms=feddpa.terms._replace(claim=claim)),
     ]
+
+
+def _paper_claim(config: Config, noise_multiplier: float, examples: int) -> tuple[float, str]:
+    """Return the epsilon that FedDPA's paper would state for this noise, and the rule behind it."""
+    # The paper counts single examples, so its epsilon is shown as a claim only.
+    claimed = paper_epsilon(
+        noise_multiplier,
+        delta=config.delta,
+        examples=examples,
+        batch_size=4,
+        epochs=2,
+        rounds=config.rounds,
+        rate=config.rate,
+    )
+    return claimed, "by the paper's rule, per example and local step"
 
 
 def print_methods(rows: list[tuple[str, Result]], title: str) -> None:

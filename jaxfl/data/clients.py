@@ -193,15 +193,14 @@ def hold_out(clients: Clients, share: float = 0.2, *, seed: int | None = None) -
     size = np.asarray(clients.train_size, np.int32)
     rows = rows_of(clients.train, size)
     if seed is not None:
-        client = np.repeat(np.arange(len(size)), size)
         # Each client has its rows in random order, of which it holds out the last ones.
-        rows = rows[np.lexsort((_draws(seed, size), client))]
+        order = np.lexsort((_draws(seed, size), _client_of_row(size)))
+        rows = rows[order]
     wanted = np.maximum(np.rint(share * size).astype(np.int32), 1)
     tested = np.minimum(wanted, np.maximum(size - 1, 0)).astype(np.int32)
     left = (size - tested).astype(np.int32)
-    # Positions count from 0 in the list of each client.
-    position = np.arange(len(rows)) - np.repeat(np.cumsum(size, dtype=np.int64) - size, size)
-    in_training = position < np.repeat(left, size)
+    # The first rows of each client stay in training.
+    in_training = _position_in_list(size) < np.repeat(left, size)
     train = Lists.cut(rows[in_training], left)
     test = Lists.cut(rows[~in_training], tested)
     return clients._replace(train=train, train_size=left, test=test, test_size=tested)
@@ -255,6 +254,18 @@ def _some(clients: Clients, chosen_clients: Int[np.ndarray, "c"]) -> Clients:
         found[split] = Lists.cut(rows.astype(np.int32, copy=False), size)
         found[f"{split}_size"] = size
     return clients._replace(**found)
+
+
+def _client_of_row(size: Int[np.ndarray, "C"]) -> Int[np.ndarray, "R"]:
+    """Return the client of each row, if the rows of one client follow those of another."""
+    return np.repeat(np.arange(len(size)), size)
+
+
+def _position_in_list(size: Int[np.ndarray, "C"]) -> Int[np.ndarray, "R"]:
+    """Return the position of each row in the list of its client, from 0."""
+    # The sizes are of 32 bits, and their sum may exceed this.
+    start = np.cumsum(size, dtype=np.int64) - size
+    return np.arange(size.sum()) - np.repeat(start, size)
 
 
 def _draws(seed: int, size: Int[np.ndarray, "C"]) -> Float64[np.ndarray, "R"]:
@@ -316,8 +327,6 @@ def shard(clients: Clients, shards: int, own: Sequence[int] | None = None) -> Cl
     if shards == 1:
         train, test = (packed(lists, size) for lists, size in splits)
         return clients._replace(train=train, test=test)
-    inputs = np.asarray(clients.inputs)
-    labels = np.asarray(clients.labels)
     # The last blocks may have fewer clients, or none, and get empty ones below.
     per_block = -(-clients.num_clients // shards)
     of_block = [slice(b * per_block, (b + 1) * per_block) for b in range(shards)]
@@ -328,29 +337,35 @@ def shard(clients: Clients, shards: int, own: Sequence[int] | None = None) -> Cl
     length = max(1, *map(len, block_rows))
     if own is None:
         own = range(shards)
-    input_blocks = np.zeros((len(own), length, *inputs.shape[1:]), inputs.dtype)
-    label_blocks = np.zeros((len(own), length, *labels.shape[1:]), labels.dtype)
-    for i, b in enumerate(own):
-        input_blocks[i, : len(block_rows[b])] = inputs[block_rows[b]]
-        label_blocks[i, : len(block_rows[b])] = labels[block_rows[b]]
-
-    def laid_out(rows: list[np.ndarray], size: np.ndarray) -> tuple[Lists, np.ndarray]:
-        """Return lists whose rows are local to each block, and the number of rows per client."""
-        sizes = []
-        for b in own:
-            real = size[of_block[b]]
-            sizes.append(np.pad(real, (0, per_block - len(real))))
-        # The rows of a block are sorted and complete, so a row is found at its local number.
-        local = [np.searchsorted(block_rows[b], rows[b]) for b in own]
+    own_rows = [block_rows[b] for b in own]
+    inputs = _blocks_of_store(clients.inputs, own_rows, length)
+    labels = _blocks_of_store(clients.labels, own_rows, length)
+    found: list[Any] = []
+    for of_split, (_, size) in zip(rows, splits, strict=True):
+        # The empty clients that fill the last blocks have the size 0.
+        sizes = np.pad(size, (0, shards * per_block - len(size))).reshape(shards, per_block)
+        own_sizes = [sizes[b] for b in own]
         # The longest of all blocks decides, so that all processes have arrays of one shape.
-        return blocks_of_lists(local, sizes, max(map(len, rows))), np.concatenate(sizes)
+        room = max(map(len, of_split))
+        local = [_local_rows(of_split[b], block_rows[b]) for b in own]
+        found += [blocks_of_lists(local, own_sizes, room), np.concatenate(own_sizes)]
+    return Clients(inputs, labels, *found)
 
-    trained, tested = (
-        laid_out(own_rows, size) for own_rows, (_, size) in zip(rows, splits, strict=True)
-    )
-    all_inputs = input_blocks.reshape(-1, *inputs.shape[1:])
-    all_labels = label_blocks.reshape(-1, *labels.shape[1:])
-    return Clients(all_inputs, all_labels, *trained, *tested)
+
+def _local_rows(rows: np.ndarray, block_rows: np.ndarray) -> np.ndarray:
+    """Return the numbers of rows within their block, which has the rows `block_rows`."""
+    # The rows of a block are sorted and complete, so a row is found at its local number.
+    return np.searchsorted(block_rows, rows)
+
+
+def _blocks_of_store(store: Any, rows: Sequence[np.ndarray], length: int) -> np.ndarray:
+    """Return the rows of each block, with zeros up to `length` rows, one block after the other."""
+    array = np.asarray(store)
+    # A shorter block keeps zeros at its end.
+    blocks = np.zeros((len(rows), length, *array.shape[1:]), array.dtype)
+    for block, own in zip(blocks, rows, strict=True):
+        block[: len(own)] = array[own]
+    return blocks.reshape(-1, *array.shape[1:])
 
 
 def blocks_of_lists(rows: Sequence[np.ndarray], sizes: Sequence[np.ndarray], length: int) -> Lists:
@@ -409,7 +424,7 @@ def _joined_lists(
     arrays = check_rows(name, lists, length)
     size = np.array([len(rows) for rows in arrays], np.int32)
     flat = np.concatenate(arrays)
-    client = np.repeat(np.arange(len(arrays)), size)
+    client = _client_of_row(size)
     # Equal rows of a client are neighbours in this order.
     order = np.lexsort((flat, client))
     twice = np.flatnonzero((np.diff(flat[order]) == 0) & (np.diff(client[order]) == 0))
@@ -434,7 +449,7 @@ def _check_owners(rows: np.ndarray, size: np.ndarray) -> None:
             "train_lists must have at least one row, got empty lists only. "
             "Give at least one client an example."
         )
-    client = np.repeat(np.arange(len(size)), size)
+    client = _client_of_row(size)
     # A stable sort keeps equal rows in the order of their clients, which the error names.
     order = np.argsort(rows, kind="stable")
     twice = np.flatnonzero(np.diff(rows[order]) == 0)

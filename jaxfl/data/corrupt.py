@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from jaxtyping import Shaped
+from jaxtyping import Float32, Shaped
 
 from jaxfl._support.checks import (
     check_array,
@@ -125,20 +125,11 @@ def corrupt_clients(
         )
     lists = check_rows("lists", lists, len(inputs))
     rows = np.concatenate([np.zeros(0, np.int64), *lists])
-    different_rows, counts = np.unique(rows, return_counts=True)
-    if len(different_rows) < len(rows):
-        raise ValueError(
-            f"lists must be disjoint, got row {different_rows[counts > 1][0]} twice. "
-            "Leave it out of all lists but one."
-        )
+    _check_disjoint(rows)
     # Without examples, the inputs would have no least and no largest value.
     if not len(rows):
         return inputs.copy()
-    low: Any = 0
-    high: Any = 255
-    if inputs.dtype != np.uint8:
-        low = inputs.min()
-        high = inputs.max()
+    black, white = _black_and_white(inputs)
     pixels = inputs.shape[1:]
     if inputs.ndim == 4:
         # All channels of a pixel change together.
@@ -148,13 +139,35 @@ def corrupt_clients(
     # The rows are in the order of their clients, so each density repeats for its own rows.
     for row, density in zip(rows, np.repeat(np.asarray(densities, float), sizes)):
         if density:
-            # Each row has a stream of its own, because the row is the counter's high word.
-            bits = np.random.Philox(key=seed, counter=int(row) << 192)
-            level = np.random.Generator(bits).random(pixels, np.float32)
+            level = _drawn_levels(seed, row, pixels)
             # The number of a pixel is the same for all densities (see `salt_and_pepper`).
-            noisy[row, level < density / 2] = low
-            noisy[row, level >= 1 - density / 2] = high
+            noisy[row, level < density / 2] = black
+            noisy[row, level >= 1 - density / 2] = white
     return noisy
+
+
+def _drawn_levels(seed: int, row: int, pixels: tuple[int, ...]) -> Float32[np.ndarray, "..."]:
+    """Draw a number in [0, 1) for each pixel of a row."""
+    # Each row has a stream of its own, because the row is the counter's high word.
+    bits = np.random.Philox(key=seed, counter=int(row) << 192)
+    return np.random.Generator(bits).random(pixels, np.float32)
+
+
+def _check_disjoint(rows: np.ndarray) -> None:
+    """Require different rows in the lists of all clients together."""
+    different_rows, counts = np.unique(rows, return_counts=True)
+    if len(different_rows) < len(rows):
+        raise ValueError(
+            f"lists must be disjoint, got row {different_rows[counts > 1][0]} twice. "
+            "Leave it out of all lists but one."
+        )
+
+
+def _black_and_white(inputs: np.ndarray) -> tuple[Any, Any]:
+    """Return the values of black and white pixels, as `salt_and_pepper` describes them."""
+    if inputs.dtype == np.uint8:
+        return 0, 255
+    return inputs.min(), inputs.max()
 
 
 @checked(labels=not_empty(check_labels), rows=check_array)

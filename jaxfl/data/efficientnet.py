@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array, lax
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from jaxfl._support.checks import check_count, checked
 from jaxfl._support.files import keep_arrays, recall_arrays
@@ -190,7 +190,7 @@ class _Depthwise(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W C"]) -> Float[Array, "B h w C"]:
-        batch, *sides, channels = x.shape
+        _, *sides, channels = x.shape
         shape = (self.size, self.size, channels)
         kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
         bias = self.param("bias", nn.initializers.zeros, (channels,))
@@ -200,13 +200,26 @@ class _Depthwise(nn.Module):
         total = bias[None, None, None]
         for row in range(self.size):
             for column in range(self.size):
-                starts = zip((row, column), counts, strict=True)
-                # The slice ends behind the input of the last output.
-                last = [start + self.stride * (count - 1) + 1 for start, count in starts]
-                strides = (1, self.stride, self.stride, 1)
-                part = lax.slice(padded, (0, row, column, 0), (batch, *last, channels), strides)
+                part = _inputs_at((row, column), padded, counts, self.stride)
                 total = total + part * kernel[row, column][None, None, None]
         return total
+
+
+def _inputs_at(
+    place: tuple[int, int], padded: Float[Array, "B H W C"], counts: list[int], stride: int
+) -> Float[Array, "B h w C"]:
+    """Return the inputs that the kernel's number at one place multiplies.
+
+    Args:
+        place: Row and column of the number in the kernel.
+        padded: All inputs, with padding.
+        counts: Height and width of the output.
+        stride: Stride of the convolution.
+    """
+    batch, *_, channels = padded.shape
+    # The slice ends behind the input of the last output.
+    last = [start + stride * (count - 1) + 1 for start, count in zip(place, counts, strict=True)]
+    return lax.slice(padded, (0, *place, 0), (batch, *last, channels), (1, stride, stride, 1))
 
 
 def _padding(side: int, size: int, stride: int) -> tuple[int, int]:
@@ -269,18 +282,7 @@ def _folded(tensors: Mapping[str, np.ndarray]) -> Params:
     Args:
         tensors: Published tensors by PyTorch's names.
     """
-
-    def layer(kernel: str, norm: str, axes: tuple[int, ...]) -> Params:
-        # With fixed moments, a normalisation is an affine function, and so is the layer before it.
-        variance = tensors[f"{norm}.running_var"].astype(np.float64) + _EPSILON
-        scale = tensors[f"{norm}.weight"] / np.sqrt(variance)
-        bias = tensors[f"{norm}.bias"] - tensors[f"{norm}.running_mean"] * scale
-        # PyTorch's kernels are (outputs, inputs, rows, columns). Outputs go last, and are scaled.
-        moved = tensors[f"{kernel}.weight"].transpose(2, 3, 1, 0) * scale
-        # Axes that are left out have length 1: places of a dense kernel, inputs of a depthwise one.
-        moved = moved.reshape([moved.shape[axis] for axis in axes])
-        return {"kernel": moved.astype(np.float32), "bias": bias.astype(np.float32)}
-
+    layer = functools.partial(_folded_layer, tensors)
     dense = (2, 3)
     depthwise = (0, 1, 3)
     params = {
@@ -298,6 +300,28 @@ def _folded(tensors: Mapping[str, np.ndarray]) -> Params:
             expand = layer(f"{block}._expand_conv", f"{block}._bn0", dense)
             params[f"block_{i}"]["expand"] = expand
     return params
+
+
+def _folded_layer(
+    tensors: Mapping[str, np.ndarray], kernel: str, norm: str, axes: tuple[int, ...]
+) -> Params:
+    """Return the kernel and bias of a layer, with the normalisation after it folded into them.
+
+    Args:
+        tensors: Published tensors by PyTorch's names.
+        kernel: Name of the layer.
+        norm: Name of the normalisation.
+        axes: Axes of the result among (rows, columns, inputs, outputs).
+    """
+    # With fixed moments, a normalisation is an affine function, and so is the layer before it.
+    variance = tensors[f"{norm}.running_var"].astype(np.float64) + _EPSILON
+    scale = tensors[f"{norm}.weight"] / np.sqrt(variance)
+    bias = tensors[f"{norm}.bias"] - tensors[f"{norm}.running_mean"] * scale
+    # PyTorch's kernels are (outputs, inputs, rows, columns). Outputs go last, and are scaled.
+    moved = tensors[f"{kernel}.weight"].transpose(2, 3, 1, 0) * scale
+    # Axes that are left out have length 1: places of a dense kernel, inputs of a depthwise one.
+    moved = moved.reshape([moved.shape[axis] for axis in axes])
+    return {"kernel": moved.astype(np.float32), "bias": bias.astype(np.float32)}
 
 
 class _Storage(NamedTuple):
@@ -368,12 +392,16 @@ def read_tensors(content: bytes) -> dict[str, np.ndarray]:
         count = int.from_bytes(file.read(8), "little")
         entries = file.read(count * dtypes[key].itemsize)
         numbers[key] = np.frombuffer(entries, dtypes[key])
+    return {
+        name: np.asarray(numbers[tensor.storage.key][_places_of(tensor)])
+        for name, tensor in named.items()
+    }
 
-    def gathered(tensor: _Tensor) -> np.ndarray:
-        # PyTorch counts strides in numbers, so a tensor is a set of places in its storage.
-        places = np.full(tensor.shape, tensor.offset)
-        for axis, step in zip(np.indices(tensor.shape, sparse=True), tensor.steps, strict=True):
-            places += axis * step
-        return np.asarray(numbers[tensor.storage.key][places])
 
-    return {name: gathered(tensor) for name, tensor in named.items()}
+def _places_of(tensor: _Tensor) -> Int[np.ndarray, "..."]:
+    """Return the place of each number of a tensor in its storage."""
+    # PyTorch counts strides in numbers, not in bytes.
+    places = np.full(tensor.shape, tensor.offset)
+    for axis, step in zip(np.indices(tensor.shape, sparse=True), tensor.steps, strict=True):
+        places += axis * step
+    return places

@@ -161,9 +161,7 @@ def features(
     missing = [field for field in _FIELDS if known[field] is None]
     # The weights need not be installed if the cache has all features.
     if missing:
-        apply = jax.jit(functools.partial(_encoded, encoder.apply, prepare))
-        # The weights are an argument, because constants would become part of the program.
-        encode = functools.partial(apply, encoder.load())
+        encode = _encode_fn(encoder, prepare)
         with _encoding_bar(sum(len(inputs[field]) for field in missing), progress) as advance:
             for field in missing:
                 batches = _batches(inputs[field], batch_size)
@@ -193,6 +191,15 @@ def _recall_features(file: str, shape: tuple[int, int]) -> Float32[np.ndarray, "
     if found is None:
         return None
     return found["features"]
+
+
+def _encode_fn(
+    encoder: Encoder, prepare: Callable[[Array], Array]
+) -> Callable[[np.ndarray], Array]:
+    """Return the compiled function from a batch of inputs to its features."""
+    apply = jax.jit(functools.partial(_encoded, encoder.apply, prepare))
+    # The weights are an argument, because constants would become part of the program.
+    return functools.partial(apply, encoder.load())
 
 
 def _encoded(

@@ -314,7 +314,7 @@ def encode_frame(frame: Any, encoding: Sequence[ColumnEncoding]) -> Float32[np.n
     names = [own.column for own in encoding]
     remedy = "Add the column, with None in every row if it is not known."
     _check_complete("frame", frame, names, "encoding", remedy)
-    columns = {name: _read_column(f"frame[{name!r}]", frame[name]) for name in names}
+    columns = _read_columns("frame", frame, names)
     for own in encoding:
         _check_kind(own, columns[own.column])
     return _as_inputs(_encode_columns(encoding, columns))
@@ -357,12 +357,12 @@ def _read_rows(
         seed: Seed of the draw.
     """
     owners = _owners("frame", frame, owner)
-    columns = {name: _read_column(f"frame[{name!r}]", frame[name]) for name in names}
+    columns = _read_columns("frame", frame, names)
     num_rows = len(frame[names[0]])
     if isinstance(test, Mapping):
         remedy = "Add the column, or leave it out by `inputs`."
         _check_complete("test", test, names, "frame", remedy)
-        further = {name: _read_column(f"test[{name!r}]", test[name]) for name in names}
+        further = _read_columns("test", test, names)
         columns = {name: _with_test(name, columns[name], further[name]) for name in names}
         # The rows of the test frame follow those for training.
         trained = np.arange(num_rows + len(test[names[0]])) < num_rows
@@ -422,6 +422,12 @@ def _check_complete(
                 f"{name} must have the columns of {known}, got {show(frame)} without {column!r}. "
                 f"{remedy}"
             )
+
+
+def _read_columns(name: str, frame: Frame, columns: Iterable[str]) -> dict[str, _Column]:
+    """Return the columns by name, of a frame whose errors have the name `name`."""
+    # An error has the column as the caller would write it.
+    return {column: _read_column(f"{name}[{column!r}]", frame[column]) for column in columns}
 
 
 def _read_column(where: str, column: Any) -> _Column:

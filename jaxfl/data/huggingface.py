@@ -66,25 +66,8 @@ def from_huggingface(
     ... ).train_labels
     array([3, 1], dtype=int32)
     """
-    splits: dict[str, Any] = dataset
-    if train not in splits:
-        raise ValueError(
-            f"train must be the name of a split, got {train!r}. "
-            f"Choose from {', '.join(map(repr, splits))}."
-        )
-    parts = [splits[train]]
-    if test in splits:
-        parts.append(splits[test])
-    for name, column in (("owner", owner), ("input", input), ("label", label)):
-        for part in parts:
-            _check_column_exists(name, column, part.column_names)
-    if not len(splits[train][owner]):
-        raise ValueError(
-            f"train must be the name of a split with examples, got {train!r} without any. "
-            f"Choose from {', '.join(map(repr, splits))}."
-        )
-    # An empty split of tests is as good as none.
-    parts = [part for part in parts if len(part[owner])]
+    columns = {"owner": owner, "input": input, "label": label}
+    parts = _filled_parts(dataset, train, test, columns)
     # A column of recent versions of `datasets` is a lazy object, which `list` reads.
     inputs = [_input_array(input, list(part[input])) for part in parts]
     owners = [check_owners("owner", list(part[owner])) for part in parts]
@@ -102,6 +85,33 @@ def from_huggingface(
         owner=owners[0],
         test_owner=owners[1],
     )
+
+
+def _filled_parts(
+    splits: Mapping[str, Any], train: str, test: str, columns: Mapping[str, str]
+) -> list[Any]:
+    """Return the training split, and the test split if it has examples.
+
+    Args:
+        splits: Splits by name.
+        train: Name of the training split.
+        test: Name of the test split.
+        columns: Names of the columns, by argument of `from_huggingface`.
+    """
+    choices = f"Choose from {', '.join(map(repr, splits))}."
+    if train not in splits:
+        raise ValueError(f"train must be the name of a split, got {train!r}. {choices}")
+    parts = [splits[name] for name in (train, test) if name in splits]
+    for name, column in columns.items():
+        for part in parts:
+            _check_column_exists(name, column, part.column_names)
+    owner = columns["owner"]
+    if not len(splits[train][owner]):
+        raise ValueError(
+            f"train must be the name of a split with examples, got {train!r} without any. {choices}"
+        )
+    # An empty split of tests is as good as none.
+    return [part for part in parts if len(part[owner])]
 
 
 def _check_column_exists(name: str, column: str, known: list[str]) -> None:

@@ -126,18 +126,11 @@ def from_lists(
     known: Any = vocabulary
     numbers = [_numbers_of(f"tokens[{i}]", text, known) for i, text in enumerate(tokens)]
     if labels is None:
-        parts = [_token_windows(own, length) for own in numbers]
-        inputs, targets = (np.concatenate(part) for part in zip(*parts, strict=True))
-        owner = np.repeat(users, [len(part[0]) for part in parts])
+        inputs, targets, owner = _windows_of_users(users, numbers, length)
     else:
         inputs = np.stack([_padded_in_front(own, length) for own in numbers])
         targets = labels
         owner = np.asarray(users)
-    if not len(inputs):
-        raise ValueError(
-            "tokens must have a list of two tokens or more, got shorter ones. "
-            "Join the texts of a user."
-        )
     if most is None:
         most = len(inputs)
     rows = _first_of_each(owner, most)
@@ -158,18 +151,7 @@ def _numbers_of(
     """
     words = _is_list(text) and len(text) > 0 and isinstance(text[0], str)
     if isinstance(text, str) or words:
-        if vocabulary is None:
-            raise ValueError(
-                f"{where} must be whole numbers if there is no vocabulary, got {show(text)}. "
-                "Give a public `vocabulary`, such as string.printable or a list of words."
-            )
-        for token in text:
-            if not isinstance(token, str):
-                raise ValueError(
-                    f"{where} must be a text, or a list of words alone, got {show(token)} in it. "
-                    "Write every token as a text."
-                )
-        return np.array([vocabulary.get(token, UNKNOWN) for token in text], np.int32)
+        return _numbers_of_words(where, text, vocabulary)
     array = check_array(where, text)
     # An empty list is valid, although NumPy makes floats of it.
     wrong = array.size and (array.dtype.kind not in "iu" or array.min() < 0)
@@ -184,6 +166,24 @@ def _numbers_of(
             f"{array.max()}. Leave out `vocabulary`, or give words."
         )
     return array.astype(np.int32)
+
+
+def _numbers_of_words(
+    where: str, words: Sequence[Any], vocabulary: Mapping[str, int] | None
+) -> Int[np.ndarray, "t"]:
+    """Return the numbers in a vocabulary of words, or of a text's characters."""
+    if vocabulary is None:
+        raise ValueError(
+            f"{where} must be whole numbers if there is no vocabulary, got {show(words)}. "
+            "Give a public `vocabulary`, such as string.printable or a list of words."
+        )
+    for word in words:
+        if not isinstance(word, str):
+            raise ValueError(
+                f"{where} must be a text, or a list of words alone, got {show(word)} in it. "
+                "Write every token as a text."
+            )
+    return np.array([vocabulary.get(word, UNKNOWN) for word in words], np.int32)
 
 
 def _token_windows(
@@ -202,6 +202,25 @@ def _token_windows(
     labels = rows[:, 1:]
     # A position without a next token is padding, even if it has a token.
     return np.where(labels < 0, UNKNOWN, rows[:, :-1]), labels
+
+
+def _windows_of_users(
+    users: Any, lists: Sequence[Int[np.ndarray, "_"]], length: int
+) -> tuple[Int[np.ndarray, "n L"], Int[np.ndarray, "n L"], Shaped[np.ndarray, "n"]]:
+    """Return the windows of all lists, the next tokens, and the owner of each window.
+
+    Raises:
+        ValueError: No list has a window.
+    """
+    parts = [_token_windows(own, length) for own in lists]
+    inputs, targets = (np.concatenate(part) for part in zip(*parts, strict=True))
+    if not len(inputs):
+        raise ValueError(
+            "tokens must have a list of two tokens or more, got shorter ones. "
+            "Join the texts of a user."
+        )
+    # A list may have several windows, or none.
+    return inputs, targets, np.repeat(users, [len(part[0]) for part in parts])
 
 
 def _padded_in_front(numbers: Int[np.ndarray, "t"], length: int) -> Int[np.ndarray, "L"]:

@@ -209,16 +209,7 @@ def _without_booleans(values: np.ndarray, dtype: Any) -> np.ndarray:
 def _in_32_bits(name: str, values: np.ndarray) -> np.ndarray:
     """Require finite numbers, and return them in at most 32 bits."""
     if np.issubdtype(values.dtype, np.integer):
-        # Bytes stay bytes, because pictures of 32 bits would take four times the memory.
-        if values.dtype.itemsize < 4 or values.dtype == np.int32:
-            return values
-        for part in _row_blocks(values):
-            wide = part[(part < np.iinfo(np.int32).min) | (part > np.iinfo(np.int32).max)]
-            if wide.size:
-                raise ValueError(
-                    f"{name} must be whole numbers of 32 bits, got {wide[0]}. Give smaller numbers."
-                )
-        return values.astype(np.int32, copy=False)
+        return _whole_in_32_bits(name, values)
     if not np.issubdtype(values.dtype, np.floating):
         raise ValueError(
             f"{name} must be whole or floating numbers, got {values.dtype}. "
@@ -235,6 +226,20 @@ def _in_32_bits(name: str, values: np.ndarray) -> np.ndarray:
             f"{bad.argmax()}. Drop these rows, or mark gaps by jaxfl.data.from_frame."
         )
     return values
+
+
+def _whole_in_32_bits(name: str, values: np.ndarray) -> np.ndarray:
+    """Require whole numbers that int32 holds, and return them in at most 32 bits."""
+    # Bytes stay bytes, because pictures of 32 bits would take four times the memory.
+    if values.dtype.itemsize < 4 or values.dtype == np.int32:
+        return values
+    for part in _row_blocks(values):
+        wide = part[(part < np.iinfo(np.int32).min) | (part > np.iinfo(np.int32).max)]
+        if wide.size:
+            raise ValueError(
+                f"{name} must be whole numbers of 32 bits, got {wide[0]}. Give smaller numbers."
+            )
+    return values.astype(np.int32, copy=False)
 
 
 def _row_blocks(values: np.ndarray) -> Iterator[np.ndarray]:
@@ -382,31 +387,42 @@ def from_arrays(
             )
         train_labels = check_targets("train_labels", train_labels, len(train_inputs))
         test_labels = check_targets("test_labels", test_labels, len(test_inputs))
-        train_kind = _kind_of_rows(train_labels)
-        test_kind = _kind_of_rows(test_labels)
-        if train_kind != test_kind:
-            raise ValueError(
-                f"test_labels must have rows of the dtype and shape of train_labels, {train_kind}, "
-                f"got {test_kind}. Convert one of them. Classes are whole numbers: give "
-                "labels.astype(np.int32), or labels.argmax(1) of one-hot rows."
-            )
-        return Dataset(
-            train_inputs, train_labels, test_inputs, test_labels, 0, name, owner, test_owner
+        _check_same_targets(train_labels, test_labels)
+        classes = 0
+    else:
+        train_labels = check_labels("train_labels", train_labels, len(train_inputs), classes)
+        test_labels = check_labels("test_labels", test_labels, len(test_inputs), classes)
+        classes = classes or _number_of_classes(train_labels, test_labels)
+    return Dataset(
+        train_inputs, train_labels, test_inputs, test_labels, classes, name, owner, test_owner
+    )
+
+
+def _check_same_targets(train_labels: np.ndarray, test_labels: np.ndarray) -> None:
+    """Require test labels with rows of the dtype and shape of training labels."""
+    train_kind = _kind_of_rows(train_labels)
+    test_kind = _kind_of_rows(test_labels)
+    # One-hot rows would be numbers to predict, so the remedy names classes too.
+    if train_kind != test_kind:
+        raise ValueError(
+            f"test_labels must have rows of the dtype and shape of train_labels, {train_kind}, "
+            f"got {test_kind}. Convert one of them. Classes are whole numbers: give "
+            "labels.astype(np.int32), or labels.argmax(1) of one-hot rows."
         )
-    train_labels = check_labels("train_labels", train_labels, len(train_inputs), classes)
-    test_labels = check_labels("test_labels", test_labels, len(test_inputs), classes)
+
+
+def _number_of_classes(train_labels: np.ndarray, test_labels: np.ndarray) -> int:
+    """Return the largest label plus one, which must be no more than `_MOST_CLASSES`."""
+    # There may be no test labels, unlike training labels.
     largest = max(int(train_labels.max()), int(test_labels.max(initial=0)))
-    if classes is None and largest >= _MOST_CLASSES:
+    if largest >= _MOST_CLASSES:
         which = "test_labels"
         if train_labels.max() == largest:
             which = "train_labels"
         raise ValueError(
             f"{which} must be below {_MOST_CLASSES}, got {largest}. Number the classes from 0."
         )
-    classes = classes or largest + 1
-    return Dataset(
-        train_inputs, train_labels, test_inputs, test_labels, classes, name, owner, test_owner
-    )
+    return largest + 1
 
 
 def _check_owner(name: str, owner: np.ndarray | None, count: int) -> None:
@@ -548,23 +564,31 @@ def _read_split(builder: Any, split: str) -> tuple[np.ndarray, np.ndarray]:
     inputs = np.empty((len(source), *shape), np.uint8)
     labels = np.empty(len(source), np.int32)
     try:
-        for start in range(0, len(source), _READ_ROWS):
-            # Records are read in blocks, so that few encoded images are in memory.
-            records = source.__getitems__(range(start, min(start + _READ_ROWS, len(source))))
-            for row, record in enumerate(records, start):
-                image = np.asarray(Image.open(io.BytesIO(record["image"])))
-                # A decoded image of one channel has no axis of channels.
-                if image.dtype != np.uint8 or image.shape not in (shape, shape[:-1]):
-                    raise _UnusableError(
-                        f"example {row} is {image.dtype} {image.shape}, "
-                        f"dataset_info says uint8 {shape}"
-                    )
-                inputs[row] = image.reshape(shape)
-                labels[row] = record["label"]
+        for row, record in enumerate(_records(source)):
+            image = np.asarray(Image.open(io.BytesIO(record["image"])))
+            _check_image(row, image, shape)
+            inputs[row] = image.reshape(shape)
+            labels[row] = record["label"]
     except Exception as error:
         names = ", ".join(str(file.filename) for file in files)
         raise _UnusableError(f"cannot read {names}: {error}") from error
     return inputs, labels
+
+
+def _records(source: Any) -> Iterator[dict[str, Any]]:
+    """Yield the records of a data source of TFDS."""
+    # Records are read in blocks, so that few encoded images are in memory.
+    for start in range(0, len(source), _READ_ROWS):
+        yield from source.__getitems__(range(start, min(start + _READ_ROWS, len(source))))
+
+
+def _check_image(row: int, image: np.ndarray, shape: tuple[int, ...]) -> None:
+    """Require bytes of a shape in the decoded image of a row, or raise `_UnusableError`."""
+    # A decoded image of one channel has no axis of channels.
+    if image.dtype != np.uint8 or image.shape not in (shape, shape[:-1]):
+        raise _UnusableError(
+            f"example {row} is {image.dtype} {image.shape}, dataset_info says uint8 {shape}"
+        )
 
 
 def _check_file(path: str, expected: int) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Literal, TypeAlias, overload
 
 import numpy as np
-from jaxtyping import Float, Int, Int32, Shaped
+from jaxtyping import Bool, Float, Int, Int32, Shaped
 
 from jaxfl._support.checks import (
     check_arrays,
@@ -202,10 +202,7 @@ def dirichlet_by_client(
         weights = _proportions(rng, len(rows), alpha)
         # A class that is used up gives less than its share, and further draws fill the gap.
         while missing := size - np.count_nonzero(owner == client):
-            weights = weights * (left > 0)
-            if not weights.any():
-                # All classes with a weight are used up, so the client draws from what is left.
-                weights = left / left.sum()
+            weights = _weights_of_left(weights, left)
             drawn = np.minimum(rng.multinomial(missing, weights / weights.sum()), left)
             for own, end, count in zip(rows, left, drawn, strict=True):
                 # Rows that are left come first, so each draw takes the last ones of them.
@@ -266,17 +263,8 @@ def label_share(
     """
     rng = np.random.default_rng(seed)
     classes = np.unique(labels)
-    num_classes = max(1, round(share * len(classes)))
-    # The smallest random numbers of a client choose its labels.
-    order = np.argsort(rng.random((clients, len(classes))), axis=1)
-    rank = np.argsort(order, axis=1)
-    owned = rank < num_classes
-    # There are enough places, so a label has several owners while another one has none.
-    while clients * num_classes >= len(classes) and not owned.any(0).all():
-        orphan = owned.sum(0).argmin()
-        client, label = _pick(rng, np.argwhere(owned & (owned.sum(0) > 1)))
-        owned[client, orphan] = True
-        owned[client, label] = False
+    per_client = max(1, round(share * len(classes)))
+    owned = _drawn_labels(rng, clients, len(classes), per_client)
     _check_shards("labels", labels, classes, owned.sum(0))
     train = _deal(rng, labels, classes, owned.astype(int))
     if test_labels is None:
@@ -334,9 +322,7 @@ def classes_per_client(
     classes = np.unique(labels)
     check_count("s", s, most=len(classes) if distinct else None)
     rng = np.random.default_rng(seed)
-    base, more = divmod(s * clients, len(classes))
-    copies = np.full(len(classes), base)
-    copies[rng.permutation(len(classes))[:more]] += 1
+    copies = _equal_shares(rng, s * clients, len(classes))
     _check_shards("labels", labels, classes, copies)
     if test == "disjoint":
         _check_shards("test_labels", test_labels, classes, copies, ', or test="all"')
@@ -349,12 +335,7 @@ def classes_per_client(
     train = _deal(rng, labels, classes, slots)
     if test == "disjoint":
         return train, _deal(rng, test_labels, classes, slots)
-    rows = [np.flatnonzero(test_labels == k).astype(np.int32) for k in classes]
-    tested = []
-    for client_slots in slots:
-        own_rows = [rows[k] for k in np.flatnonzero(client_slots)]
-        tested.append(np.sort(np.concatenate(own_rows)))
-    return train, tested
+    return train, _all_of_own_classes(test_labels, classes, slots)
 
 
 @checked(
@@ -409,16 +390,35 @@ def matching(
     for k in np.unique(labels[rows]):
         counts = np.bincount(client[labels[rows] == k], minlength=clients)
         pool = rng.permutation(np.flatnonzero(test_labels == k))
-        # Each class here has a training row of a client, so that counts do not sum to 0.
-        dealt, rest = np.divmod(len(pool) * counts, counts.sum())
-        short += rest / counts.sum()
-        # Only fair shares with a fraction are rounded up, and ties are broken at random.
-        order = np.lexsort((rng.random(clients), -short, rest == 0))
-        up = order[: len(pool) - dealt.sum()]
-        dealt[up] += 1
-        short[up] -= 1
+        dealt = _dealt(rng, len(pool), counts, short)
+        # The class's test examples are in random order, so the clients get random ones.
         owner[pool] = np.repeat(np.arange(clients), dealt)
     return lists_of(owner, clients)
+
+
+def _dealt(
+    rng: np.random.Generator,
+    number: int,
+    counts: Int[np.ndarray, "C"],
+    short: Float[np.ndarray, "C"],
+) -> Int[np.ndarray, "C"]:
+    """Return how many of a class's test examples each client gets.
+
+    Args:
+        rng: Source of the randomness.
+        number: Number of test examples of the class.
+        counts: Number of training examples of the class that each client has, at least one in all.
+        short: Number of test examples by which a client has received too few. It is changed.
+    """
+    # A client has an example of the class, so counts do not sum to 0.
+    dealt, rest = np.divmod(number * counts, counts.sum())
+    short += rest / counts.sum()
+    # Only fair shares with a fraction are rounded up, and ties are broken at random.
+    order = np.lexsort((rng.random(len(counts)), -short, rest == 0))
+    up = order[: number - dealt.sum()]
+    dealt[up] += 1
+    short[up] -= 1
+    return dealt
 
 
 def _check_shards(
@@ -433,6 +433,55 @@ def _check_shards(
             f"clients that get this class, got {counts[k]}. Give fewer clients or fewer classes "
             f"per client{remedy}."
         )
+
+
+def _weights_of_left(
+    weights: Float[np.ndarray, "K"], left: Int[np.ndarray, "K"]
+) -> Float[np.ndarray, "K"]:
+    """Return a client's weights of the classes that are not used up.
+
+    Args:
+        weights: Weights of all classes.
+        left: Number of examples of each class that no client has yet, at least one in all.
+    """
+    # A class that is used up gives no more examples.
+    of_left = weights * (left > 0)
+    if of_left.any():
+        return of_left
+    # All classes with a weight are used up, so the client draws from what is left.
+    return left / left.sum()
+
+
+def _drawn_labels(
+    rng: np.random.Generator, clients: int, labels: int, per_client: int
+) -> Bool[np.ndarray, "C K"]:
+    """Draw which labels each client owns, so that every label has an owner if possible.
+
+    Args:
+        rng: Source of the randomness.
+        clients: Number of clients.
+        labels: Number of labels.
+        per_client: Number of labels of each client.
+    """
+    # The smallest random numbers of a client choose its labels.
+    order = np.argsort(rng.random((clients, labels)), axis=1)
+    rank = np.argsort(order, axis=1)
+    owned = rank < per_client
+    # There are enough places, so a label has several owners while another one has none.
+    while clients * per_client >= labels and not owned.any(0).all():
+        orphan = owned.sum(0).argmin()
+        client, label = _pick(rng, np.argwhere(owned & (owned.sum(0) > 1)))
+        owned[client, orphan] = True
+        owned[client, label] = False
+    return owned
+
+
+def _equal_shares(rng: np.random.Generator, number: int, classes: int) -> Int[np.ndarray, "K"]:
+    """Divide a number of slots among classes, and draw which classes get the remainder."""
+    base, more = divmod(number, classes)
+    shares = np.full(classes, base)
+    shares[rng.permutation(classes)[:more]] += 1
+    return shares
 
 
 def _pick(rng: np.random.Generator, options: np.ndarray) -> Any:
@@ -476,16 +525,7 @@ def _top_up(rng: np.random.Generator, owner: np.ndarray, clients: int, minimum: 
     """
     sizes = np.bincount(owner, minlength=clients)
     give = np.maximum(minimum - sizes, 0)
-
-    def yields_too_little(cut: int) -> bool:
-        return bool(np.maximum(sizes - cut, 0).sum() < give.sum())
-
-    # The level is the highest size such that cutting all larger clients down to it yields enough.
-    cuts = range(minimum, int(sizes.max()) + 1)
-    level = cuts[bisect_left(cuts, True, key=yields_too_little) - 1]
-    take = np.maximum(sizes - level, 0)
-    # The surplus is less than the number of givers: a higher level yields too little.
-    take[np.flatnonzero(take)[: take.sum() - give.sum()]] -= 1
+    take = _cut_of_largest(sizes, give.sum(), minimum)
     # Each client has its rows in random order, of which it gives the first ones.
     order = rng.permutation(len(owner))
     order = order[np.argsort(owner[order], kind="stable")]
@@ -493,6 +533,24 @@ def _top_up(rng: np.random.Generator, owner: np.ndarray, clients: int, minimum: 
     moved = order[rank < take[owner[order]]]
     owner[moved] = np.repeat(np.arange(clients), give)
     return owner
+
+
+def _cut_of_largest(sizes: Int[np.ndarray, "C"], needed: int, minimum: int) -> Int[np.ndarray, "C"]:
+    """Return how many examples the largest clients give, `needed` in all.
+
+    No client is left with fewer than `minimum`.
+    """
+
+    def yields_too_little(cut: int) -> bool:
+        return bool(np.maximum(sizes - cut, 0).sum() < needed)
+
+    # The level is the highest size such that cutting all larger clients down to it yields enough.
+    cuts = range(minimum, int(sizes.max()) + 1)
+    level = cuts[bisect_left(cuts, True, key=yields_too_little) - 1]
+    take = np.maximum(sizes - level, 0)
+    # The surplus is less than the number of givers: a higher level yields too little.
+    take[np.flatnonzero(take)[: take.sum() - needed]] -= 1
+    return take
 
 
 def _make_distinct(
@@ -516,6 +574,19 @@ def _make_distinct(
                 slots[i, [a, b]] += (-1, 1)
                 slots[j, [a, b]] += (1, -1)
     return slots
+
+
+def _all_of_own_classes(
+    labels: np.ndarray, classes: np.ndarray, slots: Int[np.ndarray, "C K"]
+) -> Partition:
+    """Return for each client the rows of all examples of its classes."""
+    rows = [np.flatnonzero(labels == k).astype(np.int32) for k in classes]
+    found = []
+    for client_slots in slots:
+        # Several slots of one class give its rows once.
+        own_rows = [rows[k] for k in np.flatnonzero(client_slots)]
+        found.append(np.sort(np.concatenate(own_rows)))
+    return found
 
 
 def _deal(

@@ -170,46 +170,64 @@ class Convolution(nn.Module):
         # A byte of 0 means -1, so bytes cannot be padded with zeros.
         if x.dtype == jnp.uint8 and (not fused or padding):
             x = as_floats(x).astype(kernel.dtype)
-        # JAX traces the backward pass outside of the caller's precision context, so the rule gets
-        # the precision from here.
-        precision = jax.config.jax_default_matmul_precision  # pyrefly: ignore[missing-attribute]
-        if self.form in PLAIN and not self.sum_grad_squared:
-            if fused:
-                # Pallas takes long to import.
-                from jaxfl.models.kernels.fused import convolve_pooled
+        if fused:
+            # Pallas takes long to import.
+            from jaxfl.models.kernels.fused import convolve_pooled
 
-                return convolve_pooled(x, kernel, bias, padding, self.parts)
-            if self.form == "blocks" and self.pool:
-                y, _ = window_maximum(_blocks(x, kernel, padding), (3,))
-            else:
-                plain = convolve_plain if self.form in ("lax", "blocks") else convolve_grouped
-                plain_options = PlainOptions(padding, self.stride, precision)
-                y = plain(x.transpose(3, 1, 2, 0), kernel, plain_options)
-                if self.pool:
-                    y = max_pool_2x2(y)
-            # Bias and ReLU commute with a maximum, so they come after the pool, on fewer numbers.
-            y = y + bias[None, None, None]
-            if self.relu:
-                y = nn.relu(y)
-            return y.transpose(3, 1, 2, 0)
-        # `convolve` has no strides, and a convolution of blocks needs none. The blocks only move
-        # weights, so their squared gradients are those of the weights.
-        if self.stride == 2:
-            x, kernel = to_blocks(x, kernel, padding)
-            padding = 0
-        filtered = (
-            self.form == "winograd"
-            and x.dtype == jnp.float32
-            and precision in (None, "float32", "highest")
-        )
-        # Filtering loses two digits already, so its products must not be rounded further.
-        if filtered:
-            precision = "highest"
-        sides = ((padding, padding), (padding, padding))
-        options = ConvolutionOptions(
-            sides, self.relu, self.pool, self.pairs, self.sum_grad_squared, filtered, precision
-        )
-        return convolve(x, kernel, bias, options)
+            return convolve_pooled(x, kernel, bias, padding, self.parts)
+        if self.form in PLAIN and not self.sum_grad_squared:
+            return _channels_last(self, x, kernel, bias)
+        return _batch_last(self, x, kernel, bias)
+
+
+def _precision() -> Any:
+    """Return JAX's precision of products in the caller's context."""
+    # JAX traces the backward pass outside of the caller's precision context, so the rule gets the
+    # precision from here.
+    return jax.config.jax_default_matmul_precision  # pyrefly: ignore[missing-attribute]
+
+
+def _channels_last(layer: Convolution, x: Array, kernel: Array, bias: Array) -> Array:
+    """Return the maps of a layer by JAX's own convolutions, or by one for clients together."""
+    if layer.form == "blocks" and layer.pool:
+        y, _ = window_maximum(_blocks(x, kernel, layer.padding), (3,))
+    else:
+        plain = convolve_plain if layer.form in ("lax", "blocks") else convolve_grouped
+        options = PlainOptions(layer.padding, layer.stride, _precision())
+        y = plain(x.transpose(3, 1, 2, 0), kernel, options)
+        if layer.pool:
+            y = max_pool_2x2(y)
+    # Bias and ReLU commute with a maximum, so they come after the pool, on fewer numbers.
+    y = y + bias[None, None, None]
+    if layer.relu:
+        y = nn.relu(y)
+    return y.transpose(3, 1, 2, 0)
+
+
+def _batch_last(layer: Convolution, x: Array, kernel: Array, bias: Array) -> Array:
+    """Return the maps of a layer by `kernels.convolution`."""
+    padding = layer.padding
+    # `convolve` has no strides, and a convolution of blocks needs none. The blocks only move
+    # weights, so their squared gradients are those of the weights.
+    if layer.stride == 2:
+        x, kernel = to_blocks(x, kernel, padding)
+        padding = 0
+    precision = _precision()
+    exact = precision in (None, "float32", "highest")
+    filtered = layer.form == "winograd" and x.dtype == jnp.float32 and exact
+    # Filtering loses two digits already, so its products must not be rounded further.
+    if filtered:
+        precision = "highest"
+    options = ConvolutionOptions(
+        ((padding, padding), (padding, padding)),
+        layer.relu,
+        layer.pool,
+        layer.pairs,
+        layer.sum_grad_squared,
+        filtered,
+        precision,
+    )
+    return convolve(x, kernel, bias, options)
 
 
 def _maps_shape(layer: Convolution, inputs: tuple[int, ...]) -> tuple[int, ...]:

@@ -122,11 +122,7 @@ def lora(
     if alpha is not None:
         scale = check_positive("alpha", alpha) / rank
     kernels = _adapted_layers(model, params, where, train)
-    # Each A has a key of its own. Equal arguments give equal matrices, because the order of the
-    # layers is that of their calls.
-    keys = jax.random.split(key_of(seed), len(kernels))
-    keys_of_kernels = zip(keys, kernels.items(), strict=True)
-    a = {path: _random(key, kernel, rank) for key, (path, kernel) in keys_of_kernels}
+    a = _drawn(kernels, rank, seed)
     adapters: dict[Path, Params] = {}
     for path, kernel in kernels.items():
         adapters[path] = {"b": jnp.zeros((rank, *kernel.outputs))}
@@ -187,6 +183,17 @@ def _low_rank(x: Array, a: Array, b: Array, kernel: _Kernel) -> Array:
 def _input(args: tuple, kwargs: dict[str, Any]) -> Array:
     """Return the only input of a dense layer, which may come by position or by name."""
     return (*args, *kwargs.values())[0]
+
+
+def _drawn(kernels: Mapping[Path, _Kernel], rank: int, seed: int) -> dict[Path, Array]:
+    """Draw the matrix A of each kernel."""
+    # Each A has a key of its own. Equal arguments give equal matrices, because the order of the
+    # layers is that of their calls.
+    keys = jax.random.split(key_of(seed), len(kernels))
+    a = {}
+    for key, (path, kernel) in zip(keys, kernels.items(), strict=True):
+        a[path] = _random(key, kernel, rank)
+    return a
 
 
 def _random(key: Array, kernel: _Kernel, rank: int) -> Float[Array, "*m r"]:
@@ -256,26 +263,16 @@ def _kernels(model: Model, params: Params) -> dict[Path, _Kernel]:
         y = call(*args, **kwargs)
         if context.method_name != "__call__" or not isinstance(module, _ADAPTABLE_LAYERS):
             return y
-        x = _input(args, kwargs)
-        # `nn.Dense` has no attribute `axis`, and contracts the last axis.
-        axes = getattr(module, "axis", -1)
-        if isinstance(axes, int):
-            axes = (axes,)
-        axes = tuple(axis % x.ndim - x.ndim for axis in axes)
-        inputs = tuple(x.shape[axis] for axis in axes)
-        first = isinstance(module, FirstAxisDense)
-        outputs = y.shape[x.ndim - len(axes) :]
-        if first:
-            outputs = y.shape[:1]
         own = functools.reduce(lambda tree, name: tree.get(name, {}), module.path, params)
         kernel = own.get("kernel")
         # A network of a single layer has no path, and `params` may lack the parameters of a module
         # that another one calls by `apply`.
         if not module.path or kernel is None:
             return y
+        seen = _kernel_of(module, _input(args, kwargs), y)
         # A kernel of another shape has axes for batches or for the iterations of a loop.
-        if jnp.shape(kernel) == (*inputs, *outputs):
-            found[module.path] = _Kernel(axes, inputs, outputs, first)
+        if jnp.shape(kernel) == (*seen.inputs, *seen.outputs):
+            found[module.path] = seen
         return y
 
     def look(dtype: Any, shape: tuple[int, ...]) -> None:
@@ -299,3 +296,19 @@ def _kernels(model: Model, params: Params) -> dict[Path, _Kernel]:
             "Correct its input_shape."
         ) from None
     return found
+
+
+def _kernel_of(module: nn.Module, x: Array, y: Array) -> _Kernel:
+    """Return the axes and sizes of the kernel by which a dense layer maps x to y."""
+    # `nn.Dense` has no attribute `axis`, and contracts the last axis.
+    axes = getattr(module, "axis", -1)
+    if isinstance(axes, int):
+        axes = (axes,)
+    # Axes are counted from the end, so that a batch may have any axes.
+    axes = tuple(axis % x.ndim - x.ndim for axis in axes)
+    inputs = tuple(x.shape[axis] for axis in axes)
+    first = isinstance(module, FirstAxisDense)
+    outputs = y.shape[x.ndim - len(axes) :]
+    if first:
+        outputs = y.shape[:1]
+    return _Kernel(axes, inputs, outputs, first)

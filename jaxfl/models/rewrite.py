@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from jaxfl.backend import Form, backend
 from jaxfl.models.kernels import convolution, windows
@@ -102,10 +102,7 @@ def _interpret(closed: ClosedJaxpr, inputs: Sequence[_Value], form: Form) -> lis
     jaxpr = closed.jaxpr
     variables = (*jaxpr.constvars, *jaxpr.invars)
     values = dict(zip(variables, (*closed.consts, *inputs), strict=True))
-    # A result of the program counts as read, because the caller gets it.
-    operands = itertools.chain.from_iterable(equation.invars for equation in jaxpr.eqns)
-    atoms = (*operands, *jaxpr.outvars)
-    reads = collections.Counter(atom for atom in atoms if not isinstance(atom, Literal))
+    reads = _reads(jaxpr)
 
     def read(atom: Any) -> _Value:
         if isinstance(atom, Literal):
@@ -123,22 +120,21 @@ def _interpret(closed: ClosedJaxpr, inputs: Sequence[_Value], form: Form) -> lis
     return [read(atom) for atom in jaxpr.outvars]
 
 
+def _reads(jaxpr: Jaxpr) -> collections.Counter[Any]:
+    """Return how often each variable of a program is read."""
+    # A result of the program counts as read, because the caller gets it.
+    operands = itertools.chain.from_iterable(equation.invars for equation in jaxpr.eqns)
+    atoms = (*operands, *jaxpr.outvars)
+    return collections.Counter(atom for atom in atoms if not isinstance(atom, Literal))
+
+
 def _apply(equation: Any, inputs: list[_Value], form: Form) -> Sequence[_Value]:
-    name = equation.primitive.name
-    params = equation.params
-    if name == "jit":
+    if equation.primitive.name == "jit":
         # The inner program is evaluated in place, so its convolutions can include what follows it.
-        return _interpret(params["jaxpr"], inputs, form)
-    if form == "grouped":
-        maps = _by_grouping(equation, inputs)
-        if maps is not None:
-            return [maps]
-    elif name == "conv_general_dilated" and _is_covered(equation):
-        return [_waiting(inputs[0], inputs[1], params, form == "winograd")]
-    elif inputs and isinstance(inputs[0], _Convolution) and (more := _absorbed(equation, *inputs)):
-        return [more]
-    elif name in ("reduce_window_max", "reduce_window_sum") and _is_window(equation):
-        return [_pool_in_order(_forced(inputs[0]), equation)]
+        return _interpret(equation.params["jaxpr"], inputs, form)
+    maps = _apply_to_maps(equation, inputs, form)
+    if maps is not None:
+        return [maps]
     # From here on, all convolutions are computed.
     inputs = [_forced(value) for value in inputs]
     orders = [value.order for value in inputs if isinstance(value, _Moved)]
@@ -146,7 +142,31 @@ def _apply(equation: Any, inputs: list[_Value], form: Form) -> Sequence[_Value]:
         moved = _in_same_order(equation, inputs, orders[0])
         if moved is not None:
             return [moved]
-    arrays = [_array(value) for value in inputs]
+    return _apply_as_traced(equation, [_array(value) for value in inputs], form)
+
+
+def _apply_to_maps(equation: Any, inputs: list[_Value], form: Form) -> _Value | None:
+    """Return the result of a convolution, or of an operation that may follow it, in a form.
+
+    Return None for any other operation.
+    """
+    name = equation.primitive.name
+    # In this form no operation is included in a convolution, and axes keep their order.
+    if form == "grouped":
+        return _by_grouping(equation, inputs)
+    if name == "conv_general_dilated" and _is_covered(equation):
+        return _waiting(inputs[0], inputs[1], equation.params, form == "winograd")
+    if inputs and isinstance(inputs[0], _Convolution) and (more := _absorbed(equation, *inputs)):
+        return more
+    if name in ("reduce_window_max", "reduce_window_sum") and _is_window(equation):
+        return _pool_in_order(_forced(inputs[0]), equation)
+    return None
+
+
+def _apply_as_traced(equation: Any, arrays: list[Any], form: Form) -> Sequence[Any]:
+    """Return the results of an operation as it was traced, with its inner programs in a form."""
+    name = equation.primitive.name
+    params = equation.params
     if name in ("checkpoint", "remat2"):
         # The program of a checkpoint has no constants, because they are among its operands.
         inner = _evaluate(ClosedJaxpr(params["jaxpr"], ()), form)
@@ -230,14 +250,19 @@ def _by_grouping(equation: Any, inputs: Sequence[Any]) -> Array | None:
     params = equation.params
     if name == "reduce_window_max" and _is_pooling(equation, range(len(params["padding"]))):
         return max_pool_2x2(inputs[0])
-    if name != "conv_general_dilated" or not _is_covered(equation):
-        return None
+    if name == "conv_general_dilated" and _is_covered(equation):
+        return _convolve_by_grouping(inputs[0], inputs[1], params)
+    return None
+
+
+def _convolve_by_grouping(x: Array, kernel: Array, params: dict[str, Any]) -> Array | None:
+    """Return the maps of `convolve_grouped`, or None for a convolution that it does not cover."""
     lhs, rhs, out = params["dimension_numbers"]
     batch, channel, *spatial = lhs
     kernel_out, kernel_in, *sizes = rhs
     examples, features, *maps = out
-    x = inputs[0].transpose(batch, *spatial, channel)
-    kernel = inputs[1].transpose(*sizes, kernel_in, kernel_out)
+    x = x.transpose(batch, *spatial, channel)
+    kernel = kernel.transpose(*sizes, kernel_in, kernel_out)
     side = len(kernel)
     stride = params["window_strides"][0]
     square = kernel.shape[:-2] == (side, side) and params["window_strides"] == (stride, stride)
@@ -245,21 +270,30 @@ def _by_grouping(equation: Any, inputs: Sequence[Any]) -> Array | None:
     # `PlainOptions` has one stride, and neither dilation nor groups.
     if not square or stride > 2 or {*dilation, params["feature_group_count"]} != {1}:
         return None
-    ends = params["padding"]
-    around = {*itertools.chain(*ends)}
-    zeros = 0
-    if len(around) == 1 and 0 <= ends[0][0] < side:
-        zeros = ends[0][0]
-    # The convolution itself pads by one number of zeros on all sides, smaller than the kernel.
-    if around != {zeros}:
-        config = [(0, 0, 0), *((*two, 0) for two in ends), (0, 0, 0)]
-        x = lax.pad(x, jnp.zeros((), x.dtype), config)
+    x, zeros = _split_padding(x, params["padding"], side)
     # A kernel of one pixel with a stride reads every second pixel, which a slice does.
     if side == 1:
         x = x[:, ::stride, ::stride]
         stride = 1
     own = PlainOptions(zeros, stride, params["precision"])
     return convolve_grouped(x, kernel, own).transpose(np.argsort((examples, *maps, features)))
+
+
+def _split_padding(x: Array, ends: Sequence[tuple[int, int]], side: int) -> tuple[Array, int]:
+    """Return x with the padding that `convolve_grouped` cannot add, and the number that it adds.
+
+    Args:
+        x: Maps, channels last.
+        ends: Padding of each spatial axis.
+        side: Side of the kernel.
+    """
+    # The convolution itself pads by one number of zeros on all sides, smaller than the kernel.
+    around = {*itertools.chain(*ends)}
+    if len(around) == 1 and 0 <= ends[0][0] < side:
+        return x, ends[0][0]
+    config = [(0, 0, 0), *((*two, 0) for two in ends), (0, 0, 0)]
+    x = lax.pad(x, jnp.zeros((), x.dtype), config)
+    return x, 0
 
 
 # Convolutions that include the operations that follow
@@ -339,45 +373,53 @@ def _is_winograd(waiting: _Convolution) -> bool:
 
 def _convolve(waiting: _Convolution) -> Array:
     """Return the batch-minor maps of a convolution with its bias, ReLU and pooling."""
-    x = waiting.x
-    kernel = waiting.kernel
-    params = waiting.params
-    precision = params["precision"]
-    features = kernel.shape[-1]
     if _is_winograd(waiting):
-        # Filtering would multiply the rounding of a lower precision by about a hundred.
-        exact = precision is None or set(precision) == {lax.Precision.HIGHEST}
-        filtered = waiting.filtered and exact and x.dtype == jnp.float32
-        bias = waiting.bias
-        if bias is None:
-            bias = jnp.zeros(features, x.dtype)
-        padding = tuple(params["padding"])
-        # A convolution over one axis is one over two axes, the first of which has length 1.
-        line = len(padding) == 1
-        if line:
-            x = x[:, None]
-            kernel = kernel[None]
-            padding = ((0, 0), *padding)
-        options = convolution.ConvolutionOptions(
-            padding, waiting.relu, waiting.pool, False, False, filtered, precision
-        )
-        y = convolution.convolve(x, kernel, bias, options)
-        if line:
-            return y[:, 0]
-        return y
+        return _convolve_with_rest(waiting)
+    params = waiting.params
     # A dilated input has zeros between its elements, which `lax.pad` inserts.
     ends = [
         (*zeros, d - 1) for zeros, d in zip(params["padding"], params["lhs_dilation"], strict=True)
     ]
+    x = waiting.x
     x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *ends, (0, 0, 0)])
-    strides = params["window_strides"]
-    groups = params["feature_group_count"]
-    window = windows.Window(strides, params["rhs_dilation"], groups, precision)
-    y = windows.convolve_windows(x, kernel, window)
+    window = windows.Window(
+        params["window_strides"],
+        params["rhs_dilation"],
+        params["feature_group_count"],
+        params["precision"],
+    )
+    y = windows.convolve_windows(x, waiting.kernel, window)
     if waiting.bias is not None:
         y = y + waiting.bias.reshape(-1, *(1,) * (y.ndim - 1))
     if waiting.relu:
         return jax.nn.relu(y)
+    return y
+
+
+def _convolve_with_rest(waiting: _Convolution) -> Array:
+    """Return the maps of `_convolve` by `jaxfl.models.kernels.convolution`, in one function."""
+    x = waiting.x
+    kernel = waiting.kernel
+    precision = waiting.params["precision"]
+    # Filtering would multiply the rounding of a lower precision by about a hundred.
+    exact = precision is None or set(precision) == {lax.Precision.HIGHEST}
+    filtered = waiting.filtered and exact and x.dtype == jnp.float32
+    bias = waiting.bias
+    if bias is None:
+        bias = jnp.zeros(kernel.shape[-1], x.dtype)
+    padding = tuple(waiting.params["padding"])
+    # A convolution over one axis is one over two axes, the first of which has length 1.
+    line = len(padding) == 1
+    if line:
+        x = x[:, None]
+        kernel = kernel[None]
+        padding = ((0, 0), *padding)
+    options = convolution.ConvolutionOptions(
+        padding, waiting.relu, waiting.pool, False, False, filtered, precision
+    )
+    y = convolution.convolve(x, kernel, bias, options)
+    if line:
+        return y[:, 0]
     return y
 
 
@@ -463,36 +505,54 @@ def _in_same_order(
     ranks = {len(atom.aval.shape) for atom in equation.invars}
     if not ranks <= {0, len(order)}:
         return None
-
-    def bind(after: tuple[int, ...], **changes: Any) -> _Moved:
-        arrays = [_in_order(value, order) for value in inputs]
-        (result,) = _bind(equation, arrays, {**params, **changes})
-        return _Moved(result, after)
-
-    if name in _ELEMENTWISE:
-        return bind(order)
     if name == "custom_jvp_call" and _is_relu(equation):
         return _Moved(jax.nn.relu(_in_order(inputs[0], order)), order)
-    if name in _REDUCTIONS:
-        left = [axis for axis in order if axis not in params["axes"]]
-        # The result numbers its axes anew, without those that were removed.
-        ranked = np.argsort(np.argsort(left)).tolist()
-        axes = tuple(order.index(axis) for axis in params["axes"])
-        return bind(tuple(ranked), axes=axes)
-    if name in _BY_AXIS:
-        # The strides of a slice may be None.
-        moved = {
-            key: params[key] and tuple(params[key][axis] for axis in order)
-            for key in _BY_AXIS[name]
-        }
-        return bind(order, **moved)
-    if name == "concatenate":
-        return bind(order, dimension=order.index(params["dimension"]))
+    # A transposition moves nothing, because the new order says where its axes are.
     if name == "transpose":
         moved_order = tuple(params["permutation"].index(axis) for axis in order)
         return _Moved(_in_order(inputs[0], order), moved_order)
     if name == "reshape":
         return _split_axes(_in_order(inputs[0], order), order, params["new_sizes"])
+    # All other operations are bound to arrays of one order.
+    reordered = _reordered(name, params, order)
+    if reordered is None:
+        return None
+    after, changes = reordered
+    arrays = [_in_order(value, order) for value in inputs]
+    (result,) = _bind(equation, arrays, {**params, **changes})
+    return _Moved(result, after)
+
+
+def _reordered(
+    name: str,
+    params: dict[str, Any],
+    order: tuple[int, ...],
+) -> tuple[tuple[int, ...], dict[str, Any]] | None:
+    """Return the order of an operation's result, and the parameters that change with the order.
+
+    Return None for an operation that needs its axes as traced.
+
+    Args:
+        name: Name of the operation.
+        params: Parameters of the traced operation.
+        order: Order of the inputs' axes.
+    """
+    if name in _ELEMENTWISE:
+        return order, {}
+    if name in _REDUCTIONS:
+        left = [axis for axis in order if axis not in params["axes"]]
+        # The result numbers its axes anew, without those that were removed.
+        ranked = np.argsort(np.argsort(left)).tolist()
+        axes = tuple(order.index(axis) for axis in params["axes"])
+        return tuple(ranked), {"axes": axes}
+    if name in _BY_AXIS:
+        # The strides of a slice may be None.
+        return order, {
+            key: params[key] and tuple(params[key][axis] for axis in order)
+            for key in _BY_AXIS[name]
+        }
+    if name == "concatenate":
+        return order, {"dimension": order.index(params["dimension"])}
     return None
 
 

@@ -88,18 +88,38 @@ def _follow(program: core.Jaxpr, origins: Sequence[_Origin]) -> tuple[list[int],
             tables += more
             known.update(zip(operation.outvars, results))
         elif name == "gather" and found == [None, "input"]:
-            # Row numbers index one axis. Indices of several axes together are no row numbers.
-            axes = operation.params["dimension_numbers"].start_index_map
-            table: Any = operation.invars[0].aval
-            tables += [table.shape[axis] for axis in axes if len(axes) == 1]
-        elif name in _KEEPS_VALUES:
-            known[operation.outvars[0]] = found[0]
-        elif name == "add" and "input" in found:
-            known[operation.outvars[0]] = "shifted"
-        elif name == "select_n" and sorted(map(str, found[1:])) == ["input", "shifted"]:
-            # Indexing in NumPy's way adds the number of rows to negative indices, and selects.
-            known[operation.outvars[0]] = "input"
+            tables += _indexed_rows(operation)
+        elif (result := _result_origin(name, found)) is not None:
+            known[operation.outvars[0]] = result
     return tables, [origin(result) for result in program.outvars]
+
+
+def _indexed_rows(operation: core.JaxprEqn) -> list[int]:
+    """Return the number of rows of the table that a `gather` indexes, in a list.
+
+    The list is empty if the indices are no row numbers.
+    """
+    # Row numbers index one axis. Indices of several axes together are no row numbers.
+    axes = operation.params["dimension_numbers"].start_index_map
+    table: Any = operation.invars[0].aval
+    return [table.shape[axis] for axis in axes if len(axes) == 1]
+
+
+def _result_origin(name: str, found: list[_Origin]) -> _Origin:
+    """Return the origin of the result of an operation without an inner program.
+
+    Args:
+        name: Name of the operation.
+        found: Origin of each operand.
+    """
+    if name in _KEEPS_VALUES:
+        return found[0]
+    if name == "add" and "input" in found:
+        return "shifted"
+    # Indexing in NumPy's way adds the number of rows to negative indices, and selects.
+    if name == "select_n" and sorted(map(str, found[1:])) == ["input", "shifted"]:
+        return "input"
+    return None
 
 
 def _inner_program(operation: core.JaxprEqn) -> core.Jaxpr | None:

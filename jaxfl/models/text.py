@@ -5,6 +5,7 @@ vocabulary. Outputs are [B, L, K] or [B, K]. The former are predictions at every
 tokens up to it (`jaxfl.tasks.next_token`). The latter are one prediction after the last token.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -145,19 +146,26 @@ class _Recurrent(nn.Module):
         kernel = self.param("recurrent", nn.initializers.lecun_normal(), (width, 3 * width))
         offset = self.param("offset", nn.initializers.zeros, (width,))
 
-        def step(state: Array, inputs: Array) -> tuple[Array, Array]:
-            gates, new = jnp.split(inputs, [2 * width], axis=-1)
-            from_gates, from_new = jnp.split(state @ kernel, [2 * width], axis=-1)
-            reset, keep = jnp.split(jax.nn.sigmoid(gates + from_gates), 2, axis=-1)
-            new = jnp.tanh(new + reset * (from_new + offset[None]))
-            # This is (1 - z) n + z h by one product.
-            state = new + keep * (state - new)
-            return state, state
-
         # A scan's state keeps its dtype, so it starts in that of the products, such as bfloat16.
         start = jnp.zeros((len(tokens), width), ahead.dtype)
+        step = functools.partial(_recurrent_step, kernel, offset)
         _, states = lax.scan(step, start, ahead)
         return states.swapaxes(0, 1)
+
+
+def _recurrent_step(
+    kernel: Array, offset: Array, state: Array, inputs: Array
+) -> tuple[Array, Array]:
+    """Return the next state, twice, from the products of one position's inputs."""
+    width = state.shape[-1]
+    # Both gates come first among the products, and then the new state.
+    gates, new = jnp.split(inputs, [2 * width], axis=-1)
+    from_gates, from_new = jnp.split(state @ kernel, [2 * width], axis=-1)
+    reset, keep = jnp.split(jax.nn.sigmoid(gates + from_gates), 2, axis=-1)
+    new = jnp.tanh(new + reset * (from_new + offset[None]))
+    # This is (1 - z) n + z h by one product.
+    state = new + keep * (state - new)
+    return state, state
 
 
 class _Gru(Classifier):

@@ -169,22 +169,10 @@ def from_nnx(
     >>> model.layers, model.head
     (('layers_0', 'layers_1'), ('layers_1',))
     """
-
-    def make(rngs: nnx.Rngs) -> Any:
-        instance: Any = module
-        if not isinstance(module, nnx.Module):
-            instance = module(rngs)
-        if not isinstance(instance, nnx.Module):
-            raise TypeError(
-                f"module must be a function of nnx.Rngs that returns a module, got {show(module)}, "
-                f"which makes {show(instance)}. Return an nnx.Module."
-            )
-        return instance
-
     instance: Any = module
     if not isinstance(module, nnx.Module):
         # Only the structure is read here, because `variables` draws the parameters of each key.
-        instance = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+        instance = nnx.eval_shape(lambda: _instance(module, nnx.Rngs(0)))
     graph, own, rest = nnx.split(instance, nnx.Param, ...)
     shapes = [
         (path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
@@ -198,27 +186,18 @@ def from_nnx(
     }
 
     def variables(key: Array, _batch: Array) -> Any:
-        instance = make(nnx.Rngs(key))
-        # A flat state is sorted by names, and layers are in the order in which `__init__` set them.
-        attributes = list(vars(instance))
-        leaves = nnx.to_flat_state(nnx.state(instance, nnx.Param))
-        leaves = sorted(leaves, key=lambda leaf: attributes.index(leaf[0][0]))
-        params = {_names_of_path(path): variable[...] for path, variable in leaves}
+        params = _params_in_order(_instance(module, nnx.Rngs(key)))
         # A module without parameters lacks the collection, as in Flax linen.
-        collections: dict[str, Any] = {}
-        if params:
-            collections = {"params": unflatten_dict(params)}
-        return collections | others
+        if not params:
+            return others
+        return {"params": params} | others
 
     def call(method: str, params: Params, x: Array, key: Array | None) -> Array:
         flat = flatten_dict(params)
         # A head gets only its own parameters. Shapes stand for the others, which it does not read.
         values = [flat.get(_names_of_path(path), shape) for path, shape in shapes]
-        # The streams are new, because those of `rest` could not count their uses within this trace.
-        streams = [_stream(key, number, leaf) for number, leaf in enumerate(jax.tree.leaves(rest))]
         params_state = jax.tree.unflatten(jax.tree.structure(own), values)
-        streams_state = jax.tree.unflatten(jax.tree.structure(rest), streams)
-        merged = nnx.merge(graph, params_state, streams_state)
+        merged = nnx.merge(graph, params_state, _new_streams(rest, key))
         if key is None:
             merged.eval()
         else:
@@ -237,6 +216,33 @@ def from_nnx(
     )
 
 
+def _instance(module: Any, rngs: Any) -> Any:
+    """Return an nnx module, or what a function of nnx.Rngs makes if it is one.
+
+    Raises:
+        TypeError: The function makes something else.
+    """
+    instance = module
+    if not isinstance(module, nnx.Module):
+        instance = module(rngs)
+    if not isinstance(instance, nnx.Module):
+        raise TypeError(
+            f"module must be a function of nnx.Rngs that returns a module, got {show(module)}, "
+            f"which makes {show(instance)}. Return an nnx.Module."
+        )
+    return instance
+
+
+def _params_in_order(instance: Any) -> dict[str, Any]:
+    """Return the parameters of an nnx module by layers, in the order in which they were set."""
+    # A flat state is sorted by names, and layers are in the order in which `__init__` set them.
+    attributes = list(vars(instance))
+    leaves = nnx.to_flat_state(nnx.state(instance, nnx.Param))
+    leaves = sorted(leaves, key=lambda leaf: attributes.index(leaf[0][0]))
+    flat = {_names_of_path(path): variable[...] for path, variable in leaves}
+    return unflatten_dict(flat)
+
+
 def _names_of_path(path: tuple[Any, ...]) -> tuple[str, ...]:
     """Return the path of an nnx parameter as names, which lead through a tree of parameters.
 
@@ -245,6 +251,19 @@ def _names_of_path(path: tuple[Any, ...]) -> tuple[str, ...]:
     if len(path) > 1 and isinstance(path[1], int):
         path = (f"{path[0]}_{path[1]}", *path[2:])
     return tuple(map(str, path))
+
+
+def _new_streams(streams: Any, key: Array | None) -> Any:
+    """Return new values of nnx's streams for a trace.
+
+    Args:
+        streams: State of the streams.
+        key: Key of all streams, or None in evaluation.
+    """
+    # The old streams could not count their uses within the trace.
+    leaves = enumerate(jax.tree.leaves(streams))
+    new = [_stream(key, number, leaf) for number, leaf in leaves]
+    return jax.tree.unflatten(jax.tree.structure(streams), new)
 
 
 def _stream(key: Array | None, number: int, leaf: Any) -> Array:
@@ -324,33 +343,13 @@ def _checked_model(
         return variables, outputs
 
     dtype, program, variables, outputs = _first_taken(variables_and_outputs, kind, input_shape)
-    if "params" not in variables:
-        raise ValueError(
-            f"module must have parameters, got {kind} without any. Give one that can be trained."
-        )
-    if others := set(variables) - {"params"}:
-        raise ValueError(
-            f"module must keep nothing but parameters, got {kind} with {sorted(others)}. Use "
-            "layers without state, such as GroupNorm instead of BatchNorm."
-        )
-    if not outputs.shape or outputs.shape[0] != 2:
-        raise ValueError(
-            f"module must map a batch of 2 to outputs [2, ...], got {kind} with outputs of shape "
-            f"{outputs.shape}. Return one output for each example."
-        )
+    _check_variables(kind, variables, outputs)
 
     def init(key: Array) -> Params:
         batch = prepare(jnp.zeros((2, *input_shape), dtype))
         return network.variables(key, batch)["params"]
 
     layers = depth_order(init)
-    if head is None:
-        head = layers[-1:]
-    head = tuple(head)
-    if not head or not set(head) <= set(layers):
-        raise ValueError(
-            f"head must name one or more layers of the module, got {head!r}. Choose from {layers}."
-        )
     # A model is split by both methods or not at all.
     extract: Callable[..., Array] | None = None
     classify: Callable[..., Array] | None = None
@@ -369,11 +368,48 @@ def _checked_model(
         apply=method("__call__"),
         sum_grad_squared=None,
         layers=layers,
-        head=head,
+        head=_head_of(layers, head),
         input_shape=input_shape,
         task=task,
         vocabulary=vocabulary,
     )
+
+
+def _check_variables(kind: str, variables: Any, outputs: Any) -> None:
+    """Require parameters and no other variables, and outputs for a batch of 2.
+
+    Args:
+        kind: Name of the module's class.
+        variables: Shapes of the module's variables, by collections.
+        outputs: Shape of the module's outputs, or None if the module has other variables.
+    """
+    if "params" not in variables:
+        raise ValueError(
+            f"module must have parameters, got {kind} without any. Give one that can be trained."
+        )
+    if others := set(variables) - {"params"}:
+        raise ValueError(
+            f"module must keep nothing but parameters, got {kind} with {sorted(others)}. Use "
+            "layers without state, such as GroupNorm instead of BatchNorm."
+        )
+    if not outputs.shape or outputs.shape[0] != 2:
+        raise ValueError(
+            f"module must map a batch of 2 to outputs [2, ...], got {kind} with outputs of shape "
+            f"{outputs.shape}. Return one output for each example."
+        )
+
+
+def _head_of(layers: tuple[str, ...], head: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the names of a head's layers, by default the last one, or raise a ValueError."""
+    # Layers are in the order of depth.
+    if head is None:
+        head = layers[-1:]
+    names = tuple(head)
+    if not names or not set(names) <= set(layers):
+        raise ValueError(
+            f"head must name one or more layers of the module, got {names!r}. Choose from {layers}."
+        )
+    return names
 
 
 def with_either(look: Callable[[Any], T]) -> tuple[Any, T]:

@@ -119,17 +119,23 @@ class _NormLenet(Classifier):
 
     def extract(self, x: Array) -> Array:
         for layer, norm in zip(self.conv, self.norm[:2], strict=True):
-            x = norm(layer(x))
-            # The pool drops a last odd row or column.
-            x = x[:, : x.shape[1] // 2 * 2, : x.shape[2] // 2 * 2]
-            rows = jnp.maximum(x[:, ::2], x[:, 1::2])
             # ReLU commutes with the maximum, after which there are a quarter of the numbers.
-            x = nn.relu(jnp.maximum(rows[:, :, ::2], rows[:, :, 1::2]))
+            x = nn.relu(_maxima(norm(layer(x))))
         x = x.reshape(-1, x.shape[-1]).T
         for layer, norm in zip(self.dense, self.norm[2:], strict=True):
             # GroupNorm takes maps, here of a single pixel.
             x = nn.relu(norm(layer(x).T[:, None, None])[:, 0, 0].T)
         return x
+
+
+def _maxima(x: Float[Array, "C H W B"]) -> Float[Array, "C H2 W2 B"]:
+    """Return the largest number of each 2x2 window."""
+    # A last odd row or column is in no window.
+    high = x.shape[1] // 2 * 2
+    wide = x.shape[2] // 2 * 2
+    x = x[:, :high, :wide]
+    rows = jnp.maximum(x[:, ::2], x[:, 1::2])
+    return jnp.maximum(rows[:, :, ::2], rows[:, :, 1::2])
 
 
 class _ResNet(Classifier):

@@ -33,6 +33,7 @@ import dataclasses
 import functools
 import math
 import statistics
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -183,20 +184,19 @@ def audited_aggregate(
     """
     numbers = cohort.numbers
     drawn = cohort.canaries
+
+    def aggregated(total: Total) -> tuple[Tree, Float[Array, ""], Tree]:
+        return mechanism.aggregate(key, memory, cohort, total, mesh)
+
     # The sum may hold wide integers, or the bits of `AdaptiveClip`. Only the aggregate has the
     # shapes of an update.
-    shapes = jax.eval_shape(lambda: mechanism.aggregate(key, memory, cohort, total, mesh)[0])
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    blank, unravel = ravel_pytree(zeros)
+    blank, unravel = ravel_pytree(_zeros_of(lambda: aggregated(total)[0]))
     size = blank.size
     weight = jnp.max(numbers.weights)
     signs = _canary_signs(scores.secret, size)
     length = mechanism.update_bound(memory)
     present = scores.taken & drawn.sampled
-    rows = _power_of_two(len(present))
-    # A single transform adds up the directions of all present canaries.
-    directions = jnp.pad(present.astype(jnp.float32), (0, rows - len(present)))
-    canary_sum = signs * _repeat(_hadamard(directions), size) * (length * size**-0.5)
+    canary_sum = _sum_of_directions(signs, present) * (length * size**-0.5)
     scale = weight / mechanism.unit(memory, numbers)
     if mechanism.noise == "grid":
         # Rounding may lengthen an update, so canaries leave room for it.
@@ -205,27 +205,37 @@ def audited_aggregate(
     contribution = mechanism.contribute_canaries(memory, unravel(canary_sum), count)
     scaled = jax.tree.map(lambda leaf: leaf * scale, contribution)
     joined = add(total.update, mechanism.representation.encode(scaled))
-    released, std, memory = mechanism.aggregate(
-        key, memory, cohort, total._replace(update=joined), mesh
-    )
-
-    # Directions repeat every K coordinates, so a score needs the sum over blocks alone.
-    seen = _fold(signs * ravel_pytree(released)[0], rows)
+    released, std, next_memory = aggregated(total._replace(update=joined))
     # The divisor undoes the mean, because x is a score of the released sum.
-    x = _hadamard(seen)[: len(present)] * (
+    x = _along_directions(signs, ravel_pytree(released)[0], len(present)) * (
         mechanism.divisor(numbers, total.weight) / (length * weight * size**0.5)
     )
     # Without noise the logarithms would be infinite, and their sum over rounds could be NaN.
     z = jnp.maximum(jnp.sqrt(std**2 + total.variance) / weight, 1e-3)
-    rate = drawn.rate
+    return released, std, next_memory, _scored(scores, x, z, drawn.rate)
+
+
+def _zeros_of(function: Callable[[], Tree]) -> Tree:
+    """Return zeros in the shapes of a function's result."""
+    shapes = jax.eval_shape(function)
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+
+def _scored(
+    scores: Scores,
+    x: Float[Array, "k"],
+    z: Float[Array, ""],
+    rate: Float[Array, "#k"],
+) -> Scores:
+    """Return the scores after a round with the scores x, the noise z and the sampling rate."""
     taking_part = (x - 0.5) / z**2
     likelihood = jnp.logaddexp(jnp.log1p(-rate), jnp.log(rate) + taking_part)
-    scores = scores._replace(
+    return scores._replace(
+        # At a rate of 0 the round reveals nothing about a canary.
         likelihood=scores.likelihood + jnp.where(rate > 0, likelihood, 0.0),
         sum=scores.sum + x,
         most=jnp.maximum(scores.most, x),
     )
-    return released, std, memory, scores
 
 
 def audit_report(scores: Scores, delta: float) -> dict[str, Any]:
@@ -248,25 +258,16 @@ def audit_report(scores: Scores, delta: float) -> dict[str, Any]:
         scores: Memory after the last round, on the host.
         delta: Failure probability of the bounded epsilon.
     """
-    auditor = _auditor()
     taken = np.asarray(scores.taken)
-    significance = (1 - _CONFIDENCE) / 6
-    bounds: dict[str, dict[str, float]] = {}
-    for name in _names(scores):
-        values = np.asarray(getattr(scores, name), np.float64)
-        attack = auditor.CanaryScoreAuditor(values[taken], values[~taken])
-        bounds[name] = {
-            "one_run": float(attack.epsilon_one_run(significance, delta)),
-            "one_run_fdp": float(attack.epsilon_one_run_fdp(significance, delta)),
-            "auc": float(attack.attack_auroc()),
-        }
+    values = {name: np.asarray(getattr(scores, name), np.float64) for name in _names(scores)}
+    bounds = {name: _attack_bounds(own[taken], own[~taken], delta) for name, own in values.items()}
     theorems = ("one_run", "one_run_fdp")
     found = [
         (bounds[name][theorem], f"{theorem} of {name}") for name in _SCORES for theorem in theorems
     ]
     # Each of the six bounds has a sixth of the level, so their maximum holds at the whole level.
     value, by = max(found)
-    sums = np.asarray(scores.sum, np.float64)
+    sums = values["sum"]
     distance, least_distance = _distances(sums[taken], sums[~taken])
     return {
         "canaries": len(taken),
@@ -278,6 +279,21 @@ def audit_report(scores: Scores, delta: float) -> dict[str, Any]:
         "estimate": _of_gaussian(distance, delta),
         "estimate_at_least": _of_gaussian(least_distance, delta),
         "scores": bounds,
+    }
+
+
+def _attack_bounds(
+    inside: Float[np.ndarray, "n"],
+    outside: Float[np.ndarray, "m"],
+    delta: float,
+) -> dict[str, float]:
+    """Return the bounds by both theorems at a sixth of the level, and the area under the curve."""
+    attack = _auditor().CanaryScoreAuditor(inside, outside)
+    significance = (1 - _CONFIDENCE) / 6
+    return {
+        "one_run": float(attack.epsilon_one_run(significance, delta)),
+        "one_run_fdp": float(attack.epsilon_one_run_fdp(significance, delta)),
+        "auc": float(attack.attack_auroc()),
     }
 
 
@@ -349,11 +365,10 @@ def with_final(
     """
     if first is None or last is None:
         return scores
-    count = len(scores.taken)
     size = len(first)
     signs = _canary_signs(jnp.asarray(scores.secret), size)
-    seen = _fold(signs * jnp.asarray(last - first), _power_of_two(count))
-    return scores._replace(final=np.asarray(_hadamard(seen)[:count] * size**-0.5))
+    products = _along_directions(signs, jnp.asarray(last - first), len(scores.taken))
+    return scores._replace(final=np.asarray(products * size**-0.5))
 
 
 def _names(scores: Scores) -> tuple[str, ...]:
@@ -384,6 +399,28 @@ def _canary_signs(secret: UInt32[Array, "2"], size: int) -> Float[Array, "d"]:
     # A word of random bits gives 32 signs.
     spread = (bits[:, None] >> jnp.arange(32, dtype=jnp.uint32)[None]) & 1
     return 1.0 - 2.0 * spread.reshape(-1)[:size].astype(jnp.float32)
+
+
+def _sum_of_directions(
+    signs: Float[Array, "d"],
+    present: Bool[Array, "k"],
+) -> Float[Array, "d"]:
+    r"""Return the sum of :math:`\sqrt{d} \, u_j` over the present canaries."""
+    padding = _power_of_two(len(present)) - len(present)
+    # A single transform adds up the directions of all present canaries.
+    weights = jnp.pad(present.astype(jnp.float32), (0, padding))
+    return signs * _repeat(_hadamard(weights), len(signs))
+
+
+def _along_directions(
+    signs: Float[Array, "d"],
+    flat: Float[Array, "d"],
+    count: int,
+) -> Float[Array, "k"]:
+    r"""Return :math:`\sqrt{d} \, \langle u_j, v \rangle` of a flat v for `count` canaries."""
+    rows = _power_of_two(count)
+    # Directions repeat every K coordinates, so a score needs the sum over blocks alone.
+    return _hadamard(_fold(signs * flat, rows))[:count]
 
 
 def _repeat(block: Float[Array, "K"], size: int) -> Float[Array, "d"]:

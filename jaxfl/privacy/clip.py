@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
-from jaxtyping import Float, UInt32
+from jaxtyping import Float, Int, UInt32
 
 from jaxfl._support.checks import traced
 from jaxfl.types import Number, Tree
@@ -69,10 +69,24 @@ def round_within(
     # The squares below round up, which lengthens the norm that decides.
     aim -= 1.2 * half * ((1 << shift) - 1)
     length = jnp.maximum(norm * scale, jnp.finfo(jnp.float32).tiny)
+    # A short update is not made longer.
     factor = scale * jnp.clip(aim / length, 0.0, 1.0)
 
-    def rounded(factor: Float[Array, ""]) -> Tree:
-        return jax.tree.map(lambda leaf: jnp.round(leaf * factor).astype(jnp.int32), update)
+    squares = _sum_of_squares(_rounded(update, factor), shift)
+    # The factor covers the rounding of conversion and root, which may shorten the length.
+    length = jnp.sqrt(squares.astype(jnp.float32)) * (1 << shift) * (1 + 2.0**-20)
+    # Unrounded, the update has at most `length + half` steps. Rounding adds at most `half`.
+    shorter = factor * (1 - 2.0**-20) * jnp.maximum(radius - half, 0.0) / (length + half)
+    return _rounded(update, jnp.where(length <= radius, factor, shorter))
+
+
+def _rounded(update: Tree, factor: Float[Array, ""]) -> Tree:
+    """Return `factor` times the update, with each coordinate rounded to an integer."""
+    return jax.tree.map(lambda leaf: jnp.round(leaf * factor).astype(jnp.int32), update)
+
+
+def _sum_of_squares(integers: Tree, shift: Int[Array, ""]) -> UInt32[Array, ""]:
+    """Return the sum of the squares of integers, which are shifted and rounded up first."""
 
     def square(leaf: Array) -> UInt32[Array, ""]:
         short = ((jnp.abs(leaf) + (1 << shift) - 1) >> shift).astype(jnp.uint32)
@@ -80,10 +94,4 @@ def round_within(
         # Two sums are faster than one on a CPU. The barrier keeps XLA from merging them.
         return jnp.sum(lax.optimization_barrier(columns), dtype=jnp.uint32)
 
-    leaves = jax.tree.leaves(rounded(factor))
-    squares = sum((square(leaf) for leaf in leaves), jnp.uint32(0))
-    # The factor covers the rounding of conversion and root, which may shorten the length.
-    length = jnp.sqrt(squares.astype(jnp.float32)) * (1 << shift) * (1 + 2.0**-20)
-    # Unrounded, the update has at most `length + half` steps. Rounding adds at most `half`.
-    shorter = factor * (1 - 2.0**-20) * jnp.maximum(radius - half, 0.0) / (length + half)
-    return rounded(jnp.where(length <= radius, factor, shorter))
+    return sum((square(leaf) for leaf in jax.tree.leaves(integers)), jnp.uint32(0))

@@ -5,7 +5,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -165,12 +165,7 @@ class DPSGD:
             )
         # Draws of layers, such as dropout, are independent of batches and noise.
         drawing, own = jax.random.split(key)
-        noise = data.noise
-        if noise is None:
-            multiplier = jnp.asarray(self.noise_multiplier, jnp.float32).reshape(())
-            noise = StepNoise(multiplier, own)
-        # The size is traced, so a client without examples gets a number of steps, which is 0.
-        total = jnp.where(data.size > 0, self.steps, 0)
+        noise = self._noise_for(data, own)
         noisy = functools.partial(
             noisy_gradient,
             apply=apply or model.apply,
@@ -179,26 +174,20 @@ class DPSGD:
             noise_multiplier=noise.multiplier,
             ghost_norms=model.ghost_norms if apply is None else None,
         )
-        optimizer = decayed(self.optimizer, self.decay, data)
 
-        def step(i: Int[Array, ""], carry: tuple) -> tuple:
-            def of_batch(params: Params) -> tuple[Float[Array, ""], Tree]:
-                step_key = derive(noise.key, i)
-                step_drawing = jax.random.fold_in(drawing, i)
-                loss_part = noisy(step_key, params, data, self, drawing=step_drawing)
-                # The penalty reads no examples, so its gradient needs neither clipping nor noise.
-                value_and_slope = jax.value_and_grad(lambda params: penalty_of(penalty, params))
-                return optax.tree.add(loss_part, value_and_slope(params))
+        def gradient_at(i: Int[Array, ""], params: Params) -> tuple[Float[Array, ""], Tree]:
+            step_key = derive(noise.key, i)
+            step_drawing = jax.random.fold_in(drawing, i)
+            loss_part = noisy(step_key, params, data, self, drawing=step_drawing)
+            # The penalty reads no examples, so its gradient needs neither clipping nor noise.
+            value_and_slope = jax.value_and_grad(lambda params: penalty_of(penalty, params))
+            return optax.tree.add(loss_part, value_and_slope(params))
 
-            return hold(i < total, descend(optimizer, of_batch, carry, mask=mask), carry)
-
-        start = (begin(params), first_state(optimizer, params, self.decay), jnp.zeros(()))
-        params, state, total_loss = lax.fori_loop(0, longest(total), step, start)
-        params = weights_to_keep(state, params, mask, total)
+        params, total_loss, total = self._take_steps(gradient_at, params, data, mask)
         mark = self.mark
         if data.noise is None:
             # The engine rejects this name, because the ledger would record other noise.
-            mark = f"{self.mark}, without the engine's noise"
+            mark = f"{mark}, without the engine's noise"
         # The engine counts private steps by this name in the traced program (`trainings`).
         total_loss = checkpoint_name(total_loss, mark)
         steps = total.astype(jnp.float32)
@@ -207,6 +196,33 @@ class DPSGD:
             "steps": steps,
             "private_steps": steps,
         }
+
+    def _noise_for(self, data: ClientData, key: Key[Array, ""]) -> StepNoise:
+        """Return the engine's noise, or without one this object's multiplier with `key`."""
+        if data.noise is not None:
+            return data.noise
+        multiplier = jnp.asarray(self.noise_multiplier, jnp.float32).reshape(())
+        return StepNoise(multiplier, key)
+
+    def _take_steps(
+        self,
+        gradient_at: Callable,
+        params: Params,
+        data: ClientData,
+        mask: Mask,
+    ) -> tuple[Params, Float[Array, ""], Int[Array, ""]]:
+        """Return the trained parameters, the sum of losses, and the number of steps."""
+        # The size is traced, so a client without examples gets a number of steps, which is 0.
+        total = jnp.where(data.size > 0, self.steps, 0)
+        optimizer = decayed(self.optimizer, self.decay, data)
+
+        def step(i: Int[Array, ""], carry: tuple) -> tuple:
+            gradient = functools.partial(gradient_at, i)
+            return hold(i < total, descend(optimizer, gradient, carry, mask=mask), carry)
+
+        start = (begin(params), first_state(optimizer, params, self.decay), jnp.zeros(()))
+        params, state, total_loss = lax.fori_loop(0, longest(total), step, start)
+        return weights_to_keep(state, params, mask, total), total_loss, total
 
     @property
     def dp_sgd(self) -> "DPSGD":
@@ -276,25 +292,28 @@ def trainings(program: core.Jaxpr) -> dict[str, float]:
     any part of a training, it repeats that sum too, which counts as often as it has entries.
     """
     found: dict[str, float] = {}
-
-    def add(times: float, counts: dict[str, float]) -> None:
-        for mark, count in counts.items():
-            found[mark] = found.get(mark, 0.0) + times * count
-
     for operation in program.eqns:
-        name = operation.primitive.name
-        inner = [trainings(part) for part in _nested_programs(operation.params)]
-        if name == "name" and operation.params["name"].startswith(_MARK):
-            marker: Any = operation.invars[0]
-            add(1.0, {operation.params["name"]: float(math.prod(marker.aval.shape))})
-        elif name == "cond":
-            # Only one of the branches runs.
-            marks = {mark for branch in inner for mark in branch}
-            add(1.0, {mark: max(branch.get(mark, 0.0) for branch in inner) for mark in marks})
-        else:
-            for counts in inner:
-                add(_most_runs(operation), counts)
+        for mark, count in _trainings_by(operation):
+            found[mark] = found.get(mark, 0.0) + count
     return found
+
+
+def _trainings_by(operation: core.JaxprEqn) -> Iterator[tuple[str, float]]:
+    """Yield marks with how often an operation trains under each. A mark may occur repeatedly."""
+    name = operation.primitive.name
+    if name == "name" and operation.params["name"].startswith(_MARK):
+        # The number under a mark has an entry for each repetition by `jax.vmap`.
+        marker: Any = operation.invars[0]
+        yield operation.params["name"], float(math.prod(marker.aval.shape))
+    inner = [trainings(part) for part in _nested_programs(operation.params)]
+    if name == "cond":
+        # Only one of the branches runs.
+        for mark in {mark for branch in inner for mark in branch}:
+            yield mark, max(branch.get(mark, 0.0) for branch in inner)
+        return
+    for counts in inner:
+        for mark, count in counts.items():
+            yield mark, _most_runs(operation) * count
 
 
 def _most_runs(operation: core.JaxprEqn) -> float:
@@ -363,125 +382,180 @@ def noisy_gradient(
     """
     batch_key = derive(key, 0)
     noise_key = derive(key, 1)
-    padded = data.padded
     default = 1
     if ghost_norms is not None:
         default = _EXAMPLES_AT_ONCE
-    chunk = min(dp_sgd.chunk or default, padded)
     rate = dp_sgd.rate_of(data)
-    # Shapes are static, so padding has coins too, which never count.
-    drawn = coins(batch_key, padded, rate) & (jnp.arange(padded) < data.size)
-    count = jnp.sum(drawn)
-    # Row 0 fills up the last chunk, and `positions < count` leaves these copies out.
-    order = jnp.nonzero(drawn, size=-(-padded // chunk) * chunk, fill_value=0)[0]
+    batch = _draw_batch(batch_key, data, rate, min(dp_sgd.chunk or default, data.padded))
+    losses = _ExampleLosses(apply, prepare, loss, ghost_norms, drawing)
+    # Gradients, their clipping, sum and noise are in single precision, whatever the weights' dtype.
+    precise = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
+    value, total = _clipped_sums(losses, precise, data, batch, dp_sgd.clip)
+    total = add_gaussian(noise_key, total, jnp.asarray(noise_multiplier * dp_sgd.clip, jnp.float32))
+    # The size of the drawn batch would reveal whether an example is in the batch.
+    expected = rate * jnp.maximum(data.size, 1)
+    mean = jax.tree.map(lambda leaf, old: (leaf / expected).astype(old.dtype), total, params)
+    return value / jnp.maximum(batch.count, 1), mean
 
-    def losses(
-        apply: Callable, params: Params, x: Array, labels: Array, *key: Array
+
+class _Batch(NamedTuple):
+    """Batch of a client's examples, in chunks."""
+
+    order: Int[Array, "P"]
+    """Rows of the examples in the batch, and what fills up the last chunk."""
+    count: Int[Array, ""]
+    """Number of examples, without those that fill up the last chunk."""
+    chunk: int
+    """Number of examples processed at once."""
+
+
+def _draw_batch(
+    key: Key[Array, "*S"],
+    data: ClientData,
+    rate: Any,
+    chunk: int,
+) -> _Batch:
+    """Return a batch that has each example with probability `rate`, independently."""
+    padded = data.padded
+    # Shapes are static, so padding has coins too, which never count.
+    drawn = coins(key, padded, rate) & (jnp.arange(padded) < data.size)
+    count = jnp.sum(drawn)
+    # Row 0 fills up the last chunk, and `_clipped_sums` leaves these copies out.
+    order = jnp.nonzero(drawn, size=-(-padded // chunk) * chunk, fill_value=0)[0]
+    return _Batch(order, count, chunk)
+
+
+class _ExampleLosses(NamedTuple):
+    """Losses of single examples. The arguments of `noisy_gradient` have the same names."""
+
+    apply: Callable
+    prepare: Callable[[Array], Array]
+    loss: BatchLoss
+    ghost_norms: Callable[[Params, Array, Float[Array, "B"]], Array] | None
+    drawing: Key[Array, ""] | None
+
+    def of(
+        self,
+        params: Params,
+        x: Array,
+        labels: Array,
+        *keys: Array,
     ) -> Float[Array, "B"]:
+        """Return the loss of each example of a prepared chunk."""
+
         # `loss` is a mean over a batch, so each example is a batch of its own.
         def of_row(row: Array, label: Array) -> Float[Array, ""]:
-            return loss(row[None], label[None], jnp.ones(1))
+            return self.loss(row[None], label[None], jnp.ones(1))
 
-        return jax.vmap(of_row)(apply(params, x, *key), labels)
+        return jax.vmap(of_row)(self.apply(params, x, *keys), labels)
 
-    losses_fn = functools.partial(losses, apply)
-
-    def squares(params: Params, x: Array, labels: Array) -> Float[Array, "B"]:
-        assert ghost_norms is not None
+    def squared_norms(self, params: Params, x: Array, labels: Array) -> Float[Array, "B"]:
+        """Return the squared gradient norm of each example of a prepared chunk."""
 
         def probed(probe: Array) -> Float[Array, ""]:
             def outputs(params: Params, x: Array) -> Array:
-                return ghost_norms(params, x, probe)
+                assert self.ghost_norms is not None
+                return self.ghost_norms(params, x, probe)
 
-            return jnp.sum(losses(outputs, params, x, labels))
+            return jnp.sum(self._replace(apply=outputs).of(params, x, labels))
 
         # By the rules of the layers, the gradient by the probe holds squared gradient norms.
         return jax.grad(probed)(jnp.zeros(len(labels)))
 
+    def keys_at(self, positions: Int[Array, "B"]) -> Key[Array, "B"]:
+        """Return a key for the layers of each example, by its position in the batch."""
+        layers_key = self.drawing
+        if layers_key is None:
+            # No layer draws, so any key serves.
+            layers_key = key_of(0)
+        # Keys follow positions in the batch, so the size of a chunk changes no draw.
+        return jax.vmap(jax.random.fold_in, (None, 0))(layers_key, positions)
+
+
+def _clipped_sums(
+    losses: _ExampleLosses,
+    params: Params,
+    data: ClientData,
+    batch: _Batch,
+    bound: float,
+) -> tuple[Float[Array, ""], Tree]:
+    """Return the sums of a batch's losses and of its clipped gradients, chunk by chunk."""
+    chunk = batch.chunk
+
     def add(i: Int[Array, ""], total: tuple) -> tuple:
         positions = i * chunk + jnp.arange(chunk)
-        inputs, labels = data.take(lax.dynamic_slice(order, (i * chunk,), (chunk,)))
-        batch = inputs, labels, positions < count
-        if ghost_norms is None:
-            layers_key = drawing
-            if layers_key is None:
-                # No layer draws, so any key serves.
-                layers_key = key_of(0)
-            # Keys follow positions in the batch, so the size of a chunk changes no draw.
-            keys = jax.vmap(jax.random.fold_in, (None, 0))(layers_key, positions)
-            part = _clipped_one_by_one(losses_fn, prepare, params, (*batch, keys), dp_sgd.clip)
-            return optax.tree.add(total, part)
+        inputs, labels = data.take(lax.dynamic_slice(batch.order, (i * chunk,), (chunk,)))
+        # The comparison leaves out copies in the last chunk.
+        rows = inputs, labels, positions < batch.count
+        if losses.ghost_norms is None:
+            keys = losses.keys_at(positions)
+            return optax.tree.add(total, _clipped_one_by_one(losses, params, (*rows, keys), bound))
         # An accelerator's TensorFloat-32 would round norms and gradients differently.
         with jax.default_matmul_precision("float32"):
-            part = _by_norms(squares, losses_fn, prepare, params, batch, dp_sgd.clip)
-            return optax.tree.add(total, part)
+            return optax.tree.add(total, _clipped_by_norms(losses, params, rows, bound))
 
-    # Gradients, their clipping, sum and noise are in single precision, whatever the weights' dtype.
-    original = params
-    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
     zero = (jnp.zeros(()), optax.tree.zeros_like(params))
-    value, total = lax.fori_loop(0, longest(-(-count // chunk)), add, zero)
-    total = add_gaussian(noise_key, total, jnp.asarray(noise_multiplier * dp_sgd.clip, jnp.float32))
-    # The size of the drawn batch would reveal whether an example is in the batch.
-    expected = rate * jnp.maximum(data.size, 1)
-    mean = jax.tree.map(lambda leaf, old: (leaf / expected).astype(old.dtype), total, original)
-    return value / jnp.maximum(count, 1), mean
+    return lax.fori_loop(0, longest(-(-batch.count // chunk)), add, zero)
 
 
 def _clipped_one_by_one(
-    losses_fn: Callable, prepare: Callable, params: Params, batch: tuple, bound: float
+    losses: _ExampleLosses,
+    params: Params,
+    rows: tuple,
+    bound: float,
 ) -> tuple:
     """Return a chunk's sums of losses and of clipped gradients, by one gradient per example.
 
     Copies in the last chunk, and examples whose gradient is not finite, add nothing.
     """
 
-    def of_example(
-        inputs: Array, label: Array, real: Array, key: Array
-    ) -> tuple[Float[Array, ""], Tree]:
-        x = prepare(inputs[None])
+    def of_example(inputs: Array, label: Array, real: Array, key: Array) -> tuple:
+        x = losses.prepare(inputs[None])
 
         def loss_of(params: Params) -> Float[Array, ""]:
-            return losses_fn(params, x, label[None], key)[0]
+            return losses.of(params, x, label[None], key)[0]
 
         value, slope = jax.value_and_grad(loss_of)(params)
         clipped, norm = clip(slope, bound)
         counts = real & jnp.isfinite(norm)
+        # A product by 0 would keep a NaN.
         return jax.tree.map(lambda leaf: jnp.where(counts, leaf, 0), (value, clipped))
 
     # A batch axis of 1 would make matrix products slow.
-    if len(batch[1]) == 1:
-        return of_example(*(leaf[0] for leaf in batch))
-    parts = jax.vmap(of_example)(*batch)
+    if len(rows[1]) == 1:
+        return of_example(*(leaf[0] for leaf in rows))
+    parts = jax.vmap(of_example)(*rows)
     return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), parts)
 
 
-def _by_norms(
-    squares_fn: Callable,
-    losses_fn: Callable,
-    prepare: Callable,
+def _clipped_by_norms(
+    losses: _ExampleLosses,
     params: Params,
-    batch: tuple,
+    rows: tuple,
     bound: float,
 ) -> tuple:
     """Return the sums of `_clipped_one_by_one`, by gradient norms.
 
     The sum of clipped gradients is one gradient of the losses, weighted by clipping factors.
     """
-    inputs, labels, real = batch
-    squares = squares_fn(params, prepare(inputs), labels)
+    inputs, labels, real = rows
+    squares = losses.squared_norms(params, losses.prepare(inputs), labels)
     counts = real & jnp.isfinite(squares)
-    # A square of 0, or below 0 by rounding, has no finite inverse root.
-    positive = jnp.maximum(squares, jnp.finfo(jnp.float32).tiny)
-    factor = jnp.minimum(1.0, bound * lax.rsqrt(positive))
-    factor = jnp.where(counts, factor, 0.0)
+    factor = jnp.where(counts, _clipping_factor(squares, bound), 0.0)
     # A factor of 0 does not remove an infinite gradient, because 0 times infinity is NaN.
     column = counts.reshape(-1, *[1] * (inputs.ndim - 1))
-    x = prepare(jnp.where(column, inputs, 0))
+    x = losses.prepare(jnp.where(column, inputs, 0))
 
     def weighted(params: Params) -> tuple[Float[Array, ""], Float[Array, "B"]]:
-        losses = losses_fn(params, x, labels)
-        return jnp.sum(factor * losses), losses
+        values = losses.of(params, x, labels)
+        return jnp.sum(factor * values), values
 
-    slope, losses = jax.grad(weighted, has_aux=True)(params)
-    return jnp.sum(jnp.where(counts, losses, 0.0)), slope
+    slope, values = jax.grad(weighted, has_aux=True)(params)
+    return jnp.sum(jnp.where(counts, values, 0.0)), slope
+
+
+def _clipping_factor(squares: Float[Array, "B"], bound: float) -> Float[Array, "B"]:
+    """Return the factors that clip gradients of the given squared norms."""
+    # A square of 0, or below 0 by rounding, has no finite inverse root.
+    positive = jnp.maximum(squares, jnp.finfo(jnp.float32).tiny)
+    return jnp.minimum(1.0, bound * lax.rsqrt(positive))

@@ -164,47 +164,84 @@ def _rounded_gaussian(
     third = jnp.asarray(words[2])
     first = bits[0]
     second = bits[1] & np.uint32(0xFFFFFFFE)
-
-    def compare(k: Int[Array, "D"]) -> tuple[Bool[Array, "D"], Bool[Array, "D"]]:
-        """Return whether U is below the k-th threshold, and whether it is above, by 63 bits."""
-        high = pairs.at[2 * k].get(mode="promise_in_bounds")
-        low = pairs.at[2 * k + 1].get(mode="promise_in_bounds")
-        tied = first == high
-        below = (first < high) | (tied & (second < low))
-        above = (first > high) | (tied & (second > low))
-        return below, above
-
     # Look-ups promise indices within the table, so both neighbours must lie in the table.
     nearest = jnp.clip(jnp.round(_guess(bits) + 0.5).astype(jnp.int32), 1, last - 1)
     # Without a barrier XLA computes indices and words anew for each look-up.
     nearest, first, second = lax.optimization_barrier((nearest, first, second))
+    compare = functools.partial(_compare, pairs, first, second)
+    magnitude, sure = _proven(compare, nearest)
+
+    def search() -> Int[Array, "D"]:
+        final = rest()
+
+        def is_below(k: Int[Array, "D"]) -> Bool[Array, "D"]:
+            below, above = compare(k)
+            return below | ~above & (final < third[k])
+
+        # A sure coordinate has a bracket of width 1, which bisection leaves as it is.
+        return _bisected(is_below, magnitude, jnp.where(sure, magnitude + 1, last))
+
+    magnitude = lax.cond(jnp.all(sure), lambda: magnitude, search)
+    return jnp.where(bits[1] % 2 == 1, -magnitude, magnitude)
+
+
+def _compare(
+    pairs: UInt32[Array, "m"],
+    first: UInt32[Array, "D"],
+    second: UInt32[Array, "D"],
+    k: Int[Array, "D"],
+) -> tuple[Bool[Array, "D"], Bool[Array, "D"]]:
+    """Return whether U is below the k-th threshold, and whether it is above, by 63 bits."""
+    high = pairs.at[2 * k].get(mode="promise_in_bounds")
+    low = pairs.at[2 * k + 1].get(mode="promise_in_bounds")
+    tied = first == high
+    below = (first < high) | (tied & (second < low))
+    above = (first > high) | (tied & (second > low))
+    return below, above
+
+
+def _proven(
+    compare: Callable[[Array], tuple[Array, Array]],
+    nearest: Int[Array, "D"],
+) -> tuple[Int[Array, "D"], Bool[Array, "D"]]:
+    """Return the magnitudes that a threshold near U and its neighbour prove, and which these are.
+
+    Other magnitudes are 0.
+    """
     below, above = compare(nearest)
     beyond_below, beyond_above = compare(jnp.where(below, nearest + 1, nearest - 1))
     # The magnitude is proven if U lies strictly between two neighbouring thresholds.
     sure = (below & beyond_above) | (above & beyond_below)
     # A bool counts as 0 or 1: k is `nearest` if U is below its threshold, and else one less.
-    magnitude = jnp.where(sure, nearest - ~below, 0)
+    return jnp.where(sure, nearest - ~below, 0), sure
 
-    def search() -> Int[Array, "D"]:
-        final = rest()
 
-        # U is always below the threshold of `low`, and never below that of `high`.
-        def halve(bracket: tuple[Array, Array]) -> tuple[Array, Array]:
-            low, high = bracket
-            middle = (low + high) // 2
-            below, above = compare(middle)
-            below |= ~above & (final < third[middle])
-            return jnp.where(below, middle, low), jnp.where(below, high, middle)
+def _bisected(
+    is_below: Callable[[Array], Array],
+    low: Int[Array, "D"],
+    high: Int[Array, "D"],
+) -> Int[Array, "D"]:
+    """Return the lower ends of brackets, once bisection has made all widths 1 (`_halve`)."""
 
-        def wide(bracket: tuple[Array, Array]) -> Array:
-            return jnp.any(bracket[1] - bracket[0] > 1)
+    def wide(bracket: tuple[Array, Array]) -> Array:
+        return jnp.any(bracket[1] - bracket[0] > 1)
 
-        # A sure coordinate has a bracket of width 1, which the search leaves as it is.
-        start = magnitude, jnp.where(sure, magnitude + 1, last)
-        return lax.while_loop(wide, halve, start)[0]
+    return lax.while_loop(wide, functools.partial(_halve, is_below), (low, high))[0]
 
-    magnitude = lax.cond(jnp.all(sure), lambda: magnitude, search)
-    return jnp.where(bits[1] % 2 == 1, -magnitude, magnitude)
+
+def _halve(
+    is_below: Callable[[Array], Array],
+    bracket: tuple[Array, Array],
+) -> tuple[Array, Array]:
+    """Return the half of a bracket in which U lies.
+
+    `is_below` returns whether U is below the k-th threshold. Thresholds decrease with k.
+    """
+    # U is always below the threshold of `low`, and never below that of `high`.
+    low, high = bracket
+    middle = (low + high) // 2
+    below = is_below(middle)
+    return jnp.where(below, middle, low), jnp.where(below, high, middle)
 
 
 def _guess(bits: UInt32[Array, "2 D"]) -> Float[Array, "D"]:
@@ -244,6 +281,16 @@ def _thresholds() -> UInt32[np.ndarray, "3 n"]:
     spread over all k above 0, because k = 0 would bear it alone otherwise. The entry of k = 0 is
     above every U, and that after the last k is 0.
     """
+    low, middle, high = _cumulated(_masses())
+    first = np.full((3, 1), 2**32 - 1)
+    end = np.zeros((3, 1))
+    # From 2^96 P to 2^95 P, the lowest bit of the middle word moves to the top of the last one.
+    words = np.stack([high, middle & ~1, (middle & 1) << 31 | low >> 1])
+    return np.concatenate([first, words, end], axis=1).astype(np.uint32)
+
+
+def _masses() -> Int[np.ndarray, "3 n"]:
+    r"""Return :math:`2^{96} P(|X| = k)` by k above 0 (`_thresholds`), in words as of `_words`."""
     k = np.arange(1.0, _TAIL * STEPS)
     square = (k / STEPS) ** 2
     density = np.exp(-square / 2) * math.sqrt(2 / math.pi) / STEPS
@@ -254,20 +301,20 @@ def _thresholds() -> UInt32[np.ndarray, "3 n"]:
     total = sum(int(np.sum(word)) << 32 * i for i, word in enumerate(words))
     rest = 2**96 - round(zero * 2**96) - total
     # `_words` takes no negative numbers, so its result gets the sign of the rest.
-    words += int(math.copysign(1, rest)) * _words(mass * (abs(rest) / 2**96))
+    return words + int(math.copysign(1, rest)) * _words(mass * (abs(rest) / 2**96))
+
+
+def _cumulated(words: Int[np.ndarray, "3 n"]) -> Int[np.ndarray, "3 n"]:
+    """Return, for each integer in three words, the sum of itself and of all that follow."""
     # Fewer than 2^19 words of 32 bits are added up, so int64 holds each sum before its carry.
-    cumulated = np.cumsum(words[:, ::-1], axis=1)[:, ::-1]
+    sums = np.cumsum(words[:, ::-1], axis=1)[:, ::-1]
+    # Carries move from the lowest word upwards.
     for i in range(2):
         # An arithmetic shift rounds down, so a word below 0 borrows from the next one.
-        carry = cumulated[i] >> 32
-        cumulated[i] -= carry << 32
-        cumulated[i + 1] += carry
-    first = np.full((3, 1), 2**32 - 1)
-    end = np.zeros((3, 1))
-    low, middle, high = cumulated
-    # From 2^96 P to 2^95 P, the lowest bit of the middle word moves to the top of the last one.
-    words = np.stack([high, middle & ~1, (middle & 1) << 31 | low >> 1])
-    return np.concatenate([first, words, end], axis=1).astype(np.uint32)
+        carry = sums[i] >> 32
+        sums[i] -= carry << 32
+        sums[i + 1] += carry
+    return sums
 
 
 def _words(share: Float[np.ndarray, "n"]) -> Int[np.ndarray, "3 n"]:
@@ -312,12 +359,23 @@ def skellam_thresholds(variance: fractions.Fraction) -> UInt32[np.ndarray, "3 n"
     Args:
         variance: :math:`\mu`, the variance of X.
     """
-    deviation = math.sqrt(variance)
     last = 1
     # A few thresholds more than needed cost less than the search for the least number.
     while skellam_tail(last, float(variance)) > -_UNLIKELY:
         last = math.ceil(1.01 * last) + 1
-    first = last + math.ceil(3 * deviation) + 60
+    tails, total = _bessel_tails(variance, last)
+    # Both signs have a tail, so 2^95 P(|X| >= k) is 2^96 times the share of one tail.
+    thresholds = [2**95 - 1, *((tail << 96) // total for tail in reversed(tails))]
+    words = [(t >> 63, (t >> 31) & 0xFFFFFFFF, (t & 0x7FFFFFFF) << 1) for t in thresholds]
+    return np.array(words, np.uint32).T
+
+
+def _bessel_tails(variance: fractions.Fraction, last: int) -> tuple[list[int], int]:
+    r"""Return the sum of all :math:`I_j` from j = k on, and that over all whole j.
+
+    The first sums are those of k from `last` down to 1. All share an unknown factor.
+    """
+    first = last + math.ceil(3 * math.sqrt(variance)) + 60
     above = 0
     here = 1 << 96
     tail = here
@@ -331,11 +389,7 @@ def skellam_thresholds(variance: fractions.Fraction) -> UInt32[np.ndarray, "3 n"
         here = below
         tail += here
     # The loop has added I_0, which occurs once. The others occur twice.
-    total = 2 * tail - here
-    # Both signs have a tail, so 2^95 P(|X| >= k) is 2^96 times the share of one tail.
-    thresholds = [2**95 - 1, *((tail << 96) // total for tail in reversed(tails))]
-    words = [(t >> 63, (t >> 31) & 0xFFFFFFFF, (t & 0x7FFFFFFF) << 1) for t in thresholds]
-    return np.array(words, np.uint32).T
+    return tails, 2 * tail - here
 
 
 def draw_skellam(
@@ -357,15 +411,14 @@ def draw_skellam(
     third = third & np.uint32(0xFFFFFFFE)
     last = thresholds.shape[1]
 
-    def halve(_: int, bracket: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = bracket
-        middle = (low + high) // 2
-        a, b, c = thresholds[:, middle]
-        below = (first < a) | ((first == a) & ((second < b) | ((second == b) & (third < c))))
-        return jnp.where(below, middle, low), jnp.where(below, high, middle)
+    def is_below(k: Int[Array, "{count}"]) -> Bool[Array, "{count}"]:
+        a, b, c = thresholds[:, k]
+        return (first < a) | ((first == a) & ((second < b) | ((second == b) & (third < c))))
 
     # Every U is below the threshold of k = 0, and none is below the one after the last.
     start = jnp.zeros(count, jnp.int32), jnp.full(count, last, jnp.int32)
     # As many halvings reach a bracket of width 1 from any width up to `last`. It then stays.
-    magnitude, _ = lax.fori_loop(0, last.bit_length(), halve, start)
+    magnitude, _ = lax.fori_loop(
+        0, last.bit_length(), lambda _, bracket: _halve(is_below, bracket), start
+    )
     return jnp.where(negative, -magnitude, magnitude)

@@ -786,31 +786,35 @@ def _cohort_view(noise: SumNoise, size: int) -> View:
 
     The noise is the larger of the server's floor and the least sum of a cohort's own noise.
     """
-    clients = noise.clients
-    adds = noise.clients_add
-    others = clients - noise.insider
+    others = noise.clients - noise.insider
     # An insider in the cohort knows its own noise, so one participant fewer adds noise.
     company = max(size - noise.insider, 1)
-    least = np.maximum(noise.above, _least(adds, company, clients))
+    least = np.maximum(noise.above, _least(noise.clients_add, company, noise.clients))
     view = plain_view(multiplier(least, noise.weights), f"Gaussian, {noise.adjacency}")
     view = view._replace(replaced=noise.replaced)
-    # Equal weights of a cohort of fixed size have one sum, so the divisor reveals nothing.
-    hides = noise.hides_cohort or bool(np.all(noise.weights == noise.weights[:, :1]))
-    steady = _most(adds, size, clients) <= noise.floor * (1 + ROUNDING)
+    # A cohort of all clients hides nobody, and without noise nothing is hidden.
+    noisy = np.all(least.min(axis=1) > 0)
+    if size >= others or not noisy or not _hides_draws(noise, size):
+        return view
+    amplified = Amplified(
+        # Under replace-one an update may turn into its opposite, at twice the sensitivity.
+        multiplier=np.sqrt(least.min(axis=1)) / (2 * noise.weights.max(axis=1)),
+        divergences=functools.partial(accountants.without_replacement, clients=others, size=size),
+        theorem="sampling without replacement, replace-one",
+        stateless=True,
+    )
+    return view._replace(amplified=amplified)
+
+
+def _hides_draws(noise: SumNoise, size: int) -> bool:
+    """Return whether neither the divisor nor the variance of a sum depends on the cohort."""
+    adds = noise.clients_add
+    steady = _most(adds, size, noise.clients) <= noise.floor * (1 + ROUNDING)
     # Equal noise of all clients has the same variance on the sum, whoever takes part.
     even = adds.max(axis=1) <= adds.min(axis=1) * (1 + ROUNDING)
-    if size < others and hides and np.all((steady | even) & (least.min(axis=1) > 0)):
-        amplified = Amplified(
-            # Under replace-one an update may turn into its opposite, at twice the sensitivity.
-            multiplier=np.sqrt(least.min(axis=1)) / (2 * noise.weights.max(axis=1)),
-            divergences=functools.partial(
-                accountants.without_replacement, clients=others, size=size
-            ),
-            theorem="sampling without replacement, replace-one",
-            stateless=True,
-        )
-        return view._replace(amplified=amplified)
-    return view
+    # Equal weights of a cohort of fixed size have one sum, so the divisor reveals nothing.
+    hides = noise.hides_cohort or bool(np.all(noise.weights == noise.weights[:, :1]))
+    return hides and bool(np.all(steady | even))
 
 
 def _least(noise: np.ndarray, company: int, clients: int) -> np.ndarray:

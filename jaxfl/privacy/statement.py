@@ -176,31 +176,48 @@ def privacy_statement(
             f"clients must be {known}, the number of clients in the ledger, got {clients!r}. Give "
             f"clients={known}."
         )
-    claim = None
-    if terms.claim is not None:
-        claim = {
-            "epsilon": _finite_or_inf(terms.claim[0]),
-            "rule": terms.claim[1],
-            "status": "claimed, not verified",
-        }
     delta = failure_probability(terms.delta, clients)
-    noisy = mechanism.noisy or dp_sgd is not None
     counted = examples
     if counted is None:
         counted = clients
     of_example = failure_probability(terms.delta, counted)
-    # A known seed matters only if there is noise, which it would allow to subtract.
-    seeded = noisy and randomness == "seed"
-    warnings = _warnings(delta, clients, mechanism.communicates, seeded, paired)
+    noisy = mechanism.noisy or dp_sgd is not None
+    warnings = {}
     # An example's own delta may be too large although that of a client is not.
-    if dp_sgd is not None and of_example >= 1 / counted:
-        better = default_delta(counted)
-        text = _LARGE_DELTA.format(of_example, "examples", "example", better)
-        warnings = {"large_delta_of_examples": text} | warnings
+    if dp_sgd is not None:
+        warnings = _large_delta("large_delta_of_examples", of_example, counted, "example")
+    if mechanism.communicates:
+        warnings |= _large_delta("large_delta", delta, clients, "client")
+    # A known seed matters only if there is noise, which it would allow to subtract.
+    if noisy and randomness == "seed":
+        warnings["known_seed"] = _SEED
+    if paired:
+        warnings["shared_noise"] = _PAIRED
     return {
         "unit": UNIT,
         "delta": delta,
         "clients": clients,
+        **_mechanism_entries(ledger, mechanism),
+        "randomness": randomness,
+        "paired": paired,
+        "honest": _honest(ledger, mechanism, terms.broken, delta, stateful),
+        "examples": None if dp_sgd is None else _examples(ledger, dp_sgd, of_example, examples),
+        "claim": _claim(terms),
+        "warnings": warnings,
+        "assumed": _assumed(mechanism, randomness, stateful) if noisy else {},
+        "not_covered": _not_covered(mechanism, dp_sgd),
+    }
+
+
+def _claim(terms: Terms) -> dict[str, Any] | None:
+    if terms.claim is None:
+        return None
+    value, rule = terms.claim
+    return {"epsilon": _finite_or_inf(value), "rule": rule, "status": "claimed, not verified"}
+
+
+def _mechanism_entries(ledger: Ledger, mechanism: Mechanism) -> dict[str, Any]:
+    return {
         "rounds": len(ledger.participants),
         "mechanism": type(mechanism).__name__,
         "sampling": mechanism.sampling.describe(),
@@ -210,19 +227,19 @@ def privacy_statement(
         "noise_multiplier": _extremes(ledger.noise_multiplier),
         "client_noise": _extremes(ledger.client_noise),
         "details": mechanism.describe(ledger),
-        "randomness": randomness,
-        "paired": paired,
-        "honest": _honest(ledger, mechanism, terms.broken, delta, stateful),
-        "examples": None if dp_sgd is None else _examples(ledger, dp_sgd, of_example, examples),
-        "claim": claim,
-        "warnings": warnings,
-        "assumed": _assumed(mechanism, randomness, stateful) if noisy else {},
-        "not_covered": {
-            **NOT_COVERED,
-            **PRECISION[mechanism.noise],
-            **_precision_of_steps(mechanism, dp_sgd),
-        },
     }
+
+
+def _large_delta(
+    code: str,
+    delta: float,
+    number: int,
+    unit: str,
+) -> dict[str, str]:
+    """Return a warning by its code if delta is too large for this number of units, or none."""
+    if delta < 1 / number:
+        return {}
+    return {code: _LARGE_DELTA.format(delta, f"{unit}s", unit, default_delta(number))}
 
 
 def with_audit(statement: dict[str, Any], audit: dict[str, Any]) -> dict[str, Any]:
@@ -246,10 +263,15 @@ def with_audit(statement: dict[str, Any], audit: dict[str, Any]) -> dict[str, An
     # JSON has no infinity. Scores without any spread estimate one.
     estimates = {name: value for name, value in audit.items() if name.startswith("estimate")}
     audit = audit | {name: _finite_or_inf(value) for name, value in estimates.items()}
-    claim = statement["claim"]
-    if claim is not None and claim["epsilon"] != "inf" and lower_bound > claim["epsilon"]:
-        claim = claim | {"status": "claimed, and refuted at client level by the audit"}
+    claim = _audited_claim(statement["claim"], lower_bound)
     return statement | {"audit": audit, "warnings": warnings, "claim": claim}
+
+
+def _audited_claim(claim: dict[str, Any] | None, lower_bound: float) -> dict[str, Any] | None:
+    """Return the claim of a statement, marked as refuted if the bound is above it."""
+    if claim is not None and claim["epsilon"] != "inf" and lower_bound > claim["epsilon"]:
+        return claim | {"status": "claimed, and refuted at client level by the audit"}
+    return claim
 
 
 def with_choice(statement: dict[str, Any]) -> dict[str, Any]:
@@ -378,50 +400,14 @@ def statement_lines(statement: dict[str, Any]) -> list[Line]:
 
     A statement of an older version has fewer lines, because it lacks some entries.
     """
-    sampling = " ".join(str(value) for value in statement["sampling"].values())
-    honest = statement["honest"].values()
-    of_clients = any(seen["epsilon"] != "inf" for seen in honest)
-    examples = statement.get("examples")
-    # The title names the unit that has a finite guarantee, and the client if both or none have.
-    if not of_clients and examples and examples["epsilon"] != "inf":
-        title = (
-            f"Privacy of one example ({statement['clients']} clients), "
-            f"delta {examples.get('delta', statement['delta']):g}"
-        )
-    else:
-        title = (
-            f"Privacy of one client (all of its data, {statement['clients']} clients), "
-            f"delta {statement['delta']:g}"
-        )
-    mechanism = (
-        f"mechanism: clip {_four_digits(statement['clip'])}, "
-        f"noise multiplier {_span(statement['noise_multiplier'])}, "
-        f"client noise {_span(statement['client_noise'])}, sampling {sampling}, "
-        f"denominator {statement['denominator']}, {statement['rounds']} rounds"
-    )
-    client_lines = [
-        Line(1, mechanism),
-        *(Line(1, detail) for detail in statement.get("details", ())),
-    ]
-    for seen in honest:
-        client_lines.append(
-            Line(1, f"guarantee for one client, against an observer of {seen['sees']}:")
-        )
-        client_lines += _observer_lines(seen)
-    parts = [client_lines, _example_lines(statement)]
+    of_clients = any(seen["epsilon"] != "inf" for seen in statement["honest"].values())
+    parts = [_client_lines(statement), _example_lines(statement)]
     # A finite guarantee comes first.
     if not of_clients:
         parts.reverse()
-    lines = [Line(0, title), *itertools.chain(*parts)]
+    lines = [Line(0, _title(statement, of_clients)), *itertools.chain(*parts)]
     if audit := statement.get("audit"):
-        text = (
-            f"audited from below with {audit['canaries']} canaries: epsilon is at least "
-            f"{_four_digits(audit['at_least'])} (95% confidence, {audit['by'].replace('_', ' ')}); "
-            f"estimate {_four_digits(audit['estimate'])}"
-        )
-        lines.append(Line(1, text))
-        if "hint" in audit:
-            lines.append(Line(2, audit["hint"]))
+        lines += _audit_lines(audit)
     if claim := statement["claim"]:
         text = f"{claim['status']}: epsilon {_four_digits(claim['epsilon'])} ({claim['rule']})"
         lines.append(Line(1, text))
@@ -430,6 +416,46 @@ def statement_lines(statement: dict[str, Any]) -> list[Line]:
         if sentences := sentences_of(statement, name):
             lines.append(Line(1, f"{heading}:"))
             lines += [Line(2, sentence, item=True) for sentence in sentences]
+    return lines
+
+
+def _title(statement: dict[str, Any], of_clients: bool) -> str:
+    """Return the title, which names a unit of protection and its delta."""
+    examples = statement.get("examples")
+    delta = statement["delta"]
+    unit = "one client (all of its data, "
+    # The title names the unit that has a finite guarantee, and the client if both or none have.
+    if not of_clients and examples and examples["epsilon"] != "inf":
+        delta = examples.get("delta", delta)
+        unit = "one example ("
+    return f"Privacy of {unit}{statement['clients']} clients), delta {delta:g}"
+
+
+def _client_lines(statement: dict[str, Any]) -> list[Line]:
+    """Return the lines on the mechanism, and on one client's guarantee against each observer."""
+    sampling = " ".join(str(value) for value in statement["sampling"].values())
+    mechanism = (
+        f"mechanism: clip {_four_digits(statement['clip'])}, "
+        f"noise multiplier {_span(statement['noise_multiplier'])}, "
+        f"client noise {_span(statement['client_noise'])}, sampling {sampling}, "
+        f"denominator {statement['denominator']}, {statement['rounds']} rounds"
+    )
+    lines = [Line(1, text) for text in (mechanism, *statement.get("details", ()))]
+    for seen in statement["honest"].values():
+        lines.append(Line(1, f"guarantee for one client, against an observer of {seen['sees']}:"))
+        lines += _observer_lines(seen)
+    return lines
+
+
+def _audit_lines(audit: dict[str, Any]) -> list[Line]:
+    text = (
+        f"audited from below with {audit['canaries']} canaries: epsilon is at least "
+        f"{_four_digits(audit['at_least'])} (95% confidence, {audit['by'].replace('_', ' ')}); "
+        f"estimate {_four_digits(audit['estimate'])}"
+    )
+    lines = [Line(1, text)]
+    if "hint" in audit:
+        lines.append(Line(2, audit["hint"]))
     return lines
 
 
@@ -483,18 +509,16 @@ def _honest(
             return epsilons(ledger, mechanism, delta=delta, stateful=stateful, **options)
         return dict.fromkeys(BOTH, no_epsilon(ledger.participants.shape[1], broken))
 
-    bounds: dict[Observer, dict[str, Mapping[Accountant, Epsilon]]] = {}
-    for observer in OBSERVERS:
-        total = account(observer=observer)
-        # An example may change all of an upload, so that client and example have one epsilon.
-        example = total
-        if observer == "aggregate":
-            example = account(observer=observer, unit="example")
-        bounds[observer] = {
-            "total": total,
+    bounds: dict[Observer, dict[str, Mapping[Accountant, Epsilon]]] = {
+        observer: {
+            "total": account(observer=observer),
             "one_round": account(observer=observer, one_round=True),
-            "example": example,
         }
+        for observer in OBSERVERS
+    }
+    bounds["aggregate"]["example"] = account(observer="aggregate", unit="example")
+    # An example may change all of an upload, so that client and example have one epsilon.
+    bounds["upload"]["example"] = bounds["upload"]["total"]
     result = {observer: _observer(observer, bounds) for observer in bounds}
     # A view of the run as a whole does not depend on what a client knows of the noise.
     several = ledger.participants.shape[1] > 1
@@ -514,14 +538,10 @@ def _observer(
     bounds zero-out.
     """
     sees, adjacency = OBSERVERS[observer]
-    least = {key: tightest(both) for key, both in bounds[observer].items()}
-    # `running_epsilon` takes the same minimum.
-    for key, both in bounds["upload"].items():
-        uploads = tightest(both)
-        # On a tie the theorem about the sums themselves stays.
-        if uploads.value < least[key].value:
-            theorem = f"bound of the uploads, which holds for sums too: {uploads.theorem}"
-            least[key] = uploads._replace(theorem=theorem)
+    least = {
+        key: _or_uploads(tightest(both), tightest(bounds["upload"][key]))
+        for key, both in bounds[observer].items()
+    }
     result = {"sees": sees, "adjacency": adjacency} | _headline_entry(least["total"])
     result |= {
         "one_round": _finite_or_inf(least["one_round"].value),
@@ -532,6 +552,16 @@ def _observer(
         parts = {key: _finite_or_inf(alone[key].value) for key in ("one_round", "example")}
         result[accountant] = parts | _entry(alone["total"])
     return result
+
+
+def _or_uploads(sums: Epsilon, uploads: Epsilon) -> Epsilon:
+    """Return the smaller of a bound of sums and one of uploads, which also holds for sums."""
+    # `running_epsilon` takes the same minimum.
+    # On a tie the theorem about the sums themselves stays.
+    if uploads.value < sums.value:
+        theorem = f"bound of the uploads, which holds for sums too: {uploads.theorem}"
+        return uploads._replace(theorem=theorem)
+    return sums
 
 
 def _headline_entry(least: Epsilon) -> dict[str, Any]:
@@ -594,13 +624,12 @@ def _observer_lines(seen: dict[str, Any]) -> list[Line]:
         alone = f", {_four_digits(seen['one_round'])} for one round alone"
     lines = [f"epsilon {_four_digits(seen['epsilon'])} in total{alone}", f"by: {seen['by']}"]
     # The accountant of the headline is left out, because its bound has been stated.
-    for accountant in ("rdp", "pld"):
-        bound = seen[accountant]
-        if bound["theorem"] != seen["by"]:
-            alone = ""
-            if "one_round" in bound:
-                alone = f" and {_four_digits(bound['one_round'])}"
-            lines.append(f"also: {_four_digits(bound['total'])}{alone} ({bound['theorem']})")
+    others = [seen[name] for name in ("rdp", "pld") if seen[name]["theorem"] != seen["by"]]
+    for bound in others:
+        alone = ""
+        if "one_round" in bound:
+            alone = f" and {_four_digits(bound['one_round'])}"
+        lines.append(f"also: {_four_digits(bound['total'])}{alone} ({bound['theorem']})")
     lines.append(seen["adjacency"])
     if other := seen.get("against_client"):
         lines.append(
@@ -619,21 +648,6 @@ def _spread(entry: dict[str, Any], accountant: str) -> list[str]:
     if not values:
         return []
     return [f"by client: {_span(values)}, median {_four_digits(values['median'])} ({accountant})"]
-
-
-def _warnings(
-    delta: float, clients: int, communicates: bool, seeded: bool, paired: bool
-) -> dict[str, str]:
-    warnings = {}
-    if communicates and delta >= 1 / clients:
-        warnings["large_delta"] = _LARGE_DELTA.format(
-            delta, "clients", "client", default_delta(clients)
-        )
-    if seeded:
-        warnings["known_seed"] = _SEED
-    if paired:
-        warnings["shared_noise"] = _PAIRED
-    return warnings
 
 
 def _assumed(mechanism: Mechanism, randomness: Randomness, stateful: bool) -> dict[str, str]:
@@ -656,14 +670,13 @@ def _assumed(mechanism: Mechanism, randomness: Randomness, stateful: bool) -> di
     return assumed
 
 
-def _precision_of_steps(mechanism: Mechanism, dp_sgd: DPSGD | None) -> dict[str, str]:
-    """Return what finite precision leaves uncovered in private local steps, by its code.
-
-    The dict is empty without such steps, or if the noise on sums is in single precision too.
-    """
+def _not_covered(mechanism: Mechanism, dp_sgd: DPSGD | None) -> dict[str, str]:
+    """Return what no epsilon covers, by codes."""
+    sentences = NOT_COVERED | PRECISION[mechanism.noise]
+    # With noise in single precision on sums, the sentence on that noise suffices.
     if dp_sgd is not None and mechanism.noise == "grid":
-        return _STEPS_PRECISION
-    return {}
+        return sentences | _STEPS_PRECISION
+    return sentences
 
 
 def _finite_or_inf(value: float) -> float | str:

@@ -119,15 +119,9 @@ class Comparison(NamedTuple):
             )
         found = []
         for method, epsilon in self.cells:
-            other = epsilon
-            if (reference, epsilon) not in self.cells:
-                other = math.inf
-            if method == reference or (reference, other) not in self.cells:
+            if method == reference:
                 continue
-            own = self._by_seed(method, epsilon)
-            theirs = self._by_seed(reference, other)
-            # Only seeds that both methods have make pairs.
-            gains = np.array([own[seed] - theirs[seed] for seed in own if seed in theirs])
+            gains = self._gains(method, epsilon, reference)
             # A run whose updates were all dropped has the score NaN.
             if not gains.size or np.isnan(gains).any():
                 continue
@@ -140,6 +134,21 @@ class Comparison(NamedTuple):
                 row |= {"low": None, "high": None}
             found.append(row)
         return found
+
+    def _gains(self, method: str, epsilon: float, reference: str) -> np.ndarray:
+        """Return a method's scores minus those of a reference, for the seeds that both have.
+
+        Without a run of the reference at this epsilon, its runs at infinity count.
+        """
+        other = epsilon
+        if (reference, epsilon) not in self.cells:
+            other = math.inf
+        if (reference, other) not in self.cells:
+            return np.array([])
+        own = self._by_seed(method, epsilon)
+        theirs = self._by_seed(reference, other)
+        # Only seeds that both methods have make pairs.
+        return np.array([own[seed] - theirs[seed] for seed in own if seed in theirs])
 
     def to_pandas(self) -> Any:
         """Return the rows as a DataFrame.

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -162,11 +162,16 @@ def _collect_run(folder: pathlib.Path, own_columns: Columns) -> dict[str, Any]:
         "clients": _client_scores(folder, rows[-1], headline, statement, own_columns),
         "config": config,
         "facts": {name: facts[name] for name in _FIRST if name in facts},
-        "other_facts": {
-            in_words(name): value
-            for name, value in facts.items()
-            if name not in _FIRST and not (isinstance(value, dict) and "sha256" in value)
-        },
+        "other_facts": _other_facts(facts),
+    }
+
+
+def _other_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts that a page does not show first, in words, without hashes."""
+    return {
+        in_words(name): value
+        for name, value in facts.items()
+        if name not in _FIRST and not (isinstance(value, dict) and "sha256" in value)
     }
 
 
@@ -196,40 +201,27 @@ def _collect_comparison(folder: pathlib.Path) -> dict[str, Any]:
     """Return the values that the page of a comparison shows, by their names in the template."""
     found = Comparison.load(folder / layout.COMPARISON)
     methods = list(dict.fromkeys(method for method, _ in found.cells))
-    silent = [row["method"] for row in found.rows if row["stated"] == 0]
-    without_noise = [method for method, epsilon in found.cells if epsilon == math.inf]
-    # Every epsilon of the other methods has a difference to such a reference.
-    reference = next(iter([*silent, *without_noise, *methods]), None)
+    reference = _reference(found, methods)
     differences = []
     if reference:
         differences = found.differences(reference)
     columns = list(dict.fromkeys(name for row in found.rows for name in row))
-    results = []
     notes = []
     statements = []
     for cell in found.cells:
-        first_seed = next(row for row in found.rows if (row["method"], row["epsilon"]) == cell)
-        results.append([*cell, first_seed["stated"], *found.mean(*cell)])
-        if found.unseen:
-            results[-1] += found.mean(*cell, "unseen")
-        # Comparisons of earlier versions have no bytes.
-        results[-1] += [first_seed[name] for name in ("bytes_up", "bytes_down") if name in columns]
         notes += [f"{_cell_name(*cell)}: {note}." for note in found.notes(*cell)]
-        statements.append((_cell_name(*cell), _statement_of(first_seed, folder)))
-    missing = []
-    for row in found.missing:
-        point = "; ".join(f"{name} {in_short(value)}" for name, value in row["chosen"].items())
-        missing.append([row["method"], row["epsilon"], row["seed"], point, row["reason"]])
+        statement = _statement_of(_first_seed(found, cell), folder)
+        statements.append((_cell_name(*cell), statement))
     runs = sorted(folder.glob(f"*/seed=*/*/{layout.METRICS}"))
     facts = next((_newest_facts(run.parent) for run in runs), {})
     return {
         "title": f"Comparison of {len(methods)} method{'s' * (len(methods) > 1)}",
         "found": found,
-        "results": results,
+        "results": [_result(found, cell, columns) for cell in found.cells],
         "notes": notes,
         "reference": reference,
         "differences": [row.values() for row in differences],
-        "missing": missing,
+        "missing": [_missing_run(row) for row in found.missing],
         "choices": [_choice(row) for row in found.tuning],
         "validated": [_tuning_table(row, found.headline) for row in found.tuning if row["scores"]],
         "statements": statements,
@@ -238,6 +230,44 @@ def _collect_comparison(folder: pathlib.Path) -> dict[str, Any]:
         "facts": {name: value for name, value in facts.items() if name in _VERSIONS},
         "other_facts": {},
     }
+
+
+def _reference(found: Comparison, methods: Sequence[str]) -> str | None:
+    """Return the method to which a page shows the differences, or None without methods.
+
+    It is one that sends nothing, one that adds no noise, or the first one.
+    """
+    silent = [row["method"] for row in found.rows if row["stated"] == 0]
+    without_noise = [method for method, epsilon in found.cells if epsilon == math.inf]
+    # Every epsilon of the other methods has a difference to such a reference.
+    return next(iter([*silent, *without_noise, *methods]), None)
+
+
+def _first_seed(found: Comparison, cell: tuple[str, float]) -> Row:
+    """Return the first row of a method at an epsilon."""
+    return next(row for row in found.rows if (row["method"], row["epsilon"]) == cell)
+
+
+def _result(found: Comparison, cell: tuple[str, float], columns: Sequence[str]) -> list[Any]:
+    """Return the line of a method at an epsilon in the table of results.
+
+    It has the method, its epsilon, the stated one, the mean and its deviation, both of these for
+    unseen clients if there are any, and bytes.
+    """
+    first_seed = _first_seed(found, cell)
+    # The page's template names the columns in this order.
+    line = [*cell, first_seed["stated"], *found.mean(*cell)]
+    if found.unseen:
+        line += found.mean(*cell, "unseen")
+    # Comparisons of earlier versions have no bytes.
+    sizes = [name for name in ("bytes_up", "bytes_down") if name in columns]
+    return line + [first_seed[name] for name in sizes]
+
+
+def _missing_run(row: Row) -> list[Any]:
+    """Return a line about a run without a result: what it is, its point, and the reason."""
+    point = "; ".join(f"{name} {in_short(value)}" for name, value in row["chosen"].items())
+    return [row["method"], row["epsilon"], row["seed"], point, row["reason"]]
 
 
 def _cell_name(method: str, epsilon: float) -> str:
@@ -295,27 +325,33 @@ def _guarantees(statement: Mapping[str, Any]) -> list[list[Any]]:
     A line has the protected unit, the observer, epsilon, delta, and the theorem or the reason for
     an infinite epsilon.
     """
-    client = "a client, all of its data"
     delta = statement["delta"]
-    steps = statement.get("examples")
-    found = []
-    for seen in statement["honest"].values():
-        found.append((client, seen["sees"], seen, delta))
-        found.append((client, "another client", seen.get("against_client"), delta))
-        example = seen.get("example")
-        # Where private local steps protect an example, noise on sums need not.
-        if not steps or (example and example["epsilon"] != "inf"):
-            found.append(("one example", seen["sees"], example, delta))
-    if steps:
+    bounds = [(*bound, delta) for bound in _honest_bounds(statement)]
+    if steps := statement.get("examples"):
         own_delta = steps.get("delta", delta)
-        found.append(("one example, by local steps", steps["sees"], steps, own_delta))
+        bounds.append(("one example, by local steps", steps["sees"], steps, own_delta))
     lines = [
         [protects, observer, bound["epsilon"], at_delta, bound.get("reason") or bound["by"]]
-        for protects, observer, bound, at_delta in found
+        for protects, observer, bound, at_delta in bounds
         if bound
     ]
     # Finite epsilons come first.
     return sorted(lines, key=lambda line: line[2] == "inf")
+
+
+def _honest_bounds(statement: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Yield the protected unit, the observer and the bound of each guarantee by noise on sums.
+
+    The bound is None or missing where a statement has none.
+    """
+    client = "a client, all of its data"
+    for seen in statement["honest"].values():
+        yield client, seen["sees"], seen
+        yield client, "another client", seen.get("against_client")
+        example = seen.get("example")
+        # Where private local steps protect an example, noise on sums need not.
+        if not statement.get("examples") or (example and example["epsilon"] != "inf"):
+            yield "one example", seen["sees"], example
 
 
 def _client_scores(
@@ -338,27 +374,13 @@ def _client_scores(
     scores = {name: values[-1] for name, values in arrays.items() if np.ndim(values) == 2}
     tested = arrays["test_size"] > 0
     values = np.where(tested, scores[headline], np.nan)
-    of_run: dict[str, Any] = {**scores, "test examples": arrays["test_size"]}
-    of_run["rounds"] = arrays.get("participations")
-    for name, seen in statement.get("honest", {}).items():
-        epsilons = seen["pld"].get("per_client", {}).get("values")
-        of_run[f"ε ({name})"] = arrays.get(f"epsilon_{name}_pld", epsilons)
-    of_run["ε (example)"] = arrays.get("epsilon_examples_pld")
-    reserved = {"client", *of_run}
-    for name in own_columns:
-        if name in reserved:
-            raise ValueError(
-                f"columns must have other names than those of the run, {sorted(reserved)}, got "
-                f"{name!r}. Rename the column."
-            )
+    of_run = {**scores, **_columns_of_run(arrays, statement)}
+    _check_titles(own_columns, {"client", *of_run})
     columns = {"client": np.arange(len(values)), **own_columns, **of_run}
     columns = {name: column for name, column in columns.items() if column is not None}
     # Arrays of objects hold Python's own numbers, whatever the type of a column.
     lines = np.column_stack([np.asarray(column, object) for column in columns.values()])
-    # The files do not say which direction is better, but the worst tenth is on the worse side.
-    higher_is_better = (last.get(f"{headline}_worst10") or 0) <= (last.get(headline) or 0)
-    # Clients with NaN come last.
-    order = np.argsort(values if higher_is_better else -values, kind="stable")
+    order = _worst_first(values, last, headline)
     finite = values[np.isfinite(values)]
     histogram = functools.partial(plots.distribution, finite, headline)
     return {
@@ -368,6 +390,42 @@ def _client_scores(
         "columns": list(columns),
         "lines": lines[order[:_CLIENTS]].tolist(),
     }
+
+
+def _worst_first(values: np.ndarray, last: Row, headline: str) -> np.ndarray:
+    """Return the clients in the order of their scores, the worst first.
+
+    Args:
+        values: Score of each client.
+        last: Last row of the run's metrics.
+        headline: Name of the score.
+    """
+    # The files do not say which direction is better, but the worst tenth is on the worse side.
+    higher_is_better = (last.get(f"{headline}_worst10") or 0) <= (last.get(headline) or 0)
+    # Clients with NaN come last.
+    return np.argsort(values if higher_is_better else -values, kind="stable")
+
+
+def _columns_of_run(arrays: Mapping[str, Any], statement: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns that follow the scores in the table of clients, or None for a missing one.
+
+    They are test examples, rounds, and epsilons of clients and of examples.
+    """
+    columns = {"test examples": arrays["test_size"], "rounds": arrays.get("participations")}
+    for name, seen in statement.get("honest", {}).items():
+        epsilons = seen["pld"].get("per_client", {}).get("values")
+        columns[f"ε ({name})"] = arrays.get(f"epsilon_{name}_pld", epsilons)
+    return columns | {"ε (example)": arrays.get("epsilon_examples_pld")}
+
+
+def _check_titles(own_columns: Columns, reserved: Set[str]) -> None:
+    """Require that no column of the user has the name of a column of the run."""
+    for name in own_columns:
+        if name in reserved:
+            raise ValueError(
+                f"columns must have other names than those of the run, {sorted(reserved)}, got "
+                f"{name!r}. Rename the column."
+            )
 
 
 def _check_lengths(own_columns: Columns, clients: int) -> None:

@@ -102,15 +102,6 @@ def _collect(plans: Sequence[Plan]) -> dict[str, Any]:
     """Return the values that the page shows, by their names in the template."""
     first = plans[0]
     sees, adjacency = OBSERVERS["aggregate"]
-    cohort = first.mechanism.sampling.expected(first.clients)
-    facts = {
-        "clients": first.clients,
-        "participants of a round, on average": cohort,
-        "rounds": first.rounds,
-        "most participations of a client": first.participations,
-        "fewest rounds from one participation to the next": first.separation,
-        "clients keep a state": "yes" if first.stateful else "no",
-    }
     # Plans may share needs, which the page lists once, in their order.
     needed = dict.fromkeys(need for each in plans for need in each.needs)
     not_covered = dict(NOT_COVERED)
@@ -122,7 +113,7 @@ def _collect(plans: Sequence[Plan]) -> dict[str, Any]:
         "delta": first.delta,
         "rounds": first.rounds,
         "clients": first.clients,
-        "cohort": cohort,
+        "cohort": _expected_cohort(first),
         "protected": {
             "unit": UNIT,
             # Whether participation must be hidden, each row's needs say.
@@ -130,12 +121,30 @@ def _collect(plans: Sequence[Plan]) -> dict[str, Any]:
             "adjacency": adjacency,
         },
         "own": sorted({each.kind for each in plans}.difference(KINDS)),
-        "facts": {name: value for name, value in facts.items() if value is not None},
+        "facts": _deployment_facts(first),
         "rows": [_row(each) for each in plans],
         "needs": {need: NEEDS[need] for need in needed},
         "not_covered": list(not_covered.values()),
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
     }
+
+
+def _expected_cohort(each: Plan) -> float:
+    """Return the expected number of participants of a round."""
+    return each.mechanism.sampling.expected(each.clients)
+
+
+def _deployment_facts(each: Plan) -> dict[str, Any]:
+    """Return what a plan's deployment is, in words, without what the plan leaves open."""
+    facts = {
+        "clients": each.clients,
+        "participants of a round, on average": _expected_cohort(each),
+        "rounds": each.rounds,
+        "most participations of a client": each.participations,
+        "fewest rounds from one participation to the next": each.separation,
+        "clients keep a state": "yes" if each.stateful else "no",
+    }
+    return {name: value for name, value in facts.items() if value is not None}
 
 
 def _row(each: Plan) -> list[Any]:

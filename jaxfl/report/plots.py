@@ -175,21 +175,22 @@ def panels(rows: Sequence[MetricsRow], headline: str) -> dict[str, Callable[[Axe
         headline: lambda axes: _draw_score(axes, rows, headline)
     }
     losses = {"train_loss": "train, participants", "loss": "test, all clients"}
-    if any(np.isfinite(column(rows, name)).any() for name in losses):
+    if any(_is_known(rows, name) for name in losses):
         found["loss"] = lambda axes: _draw_columns(axes, rows, losses, "loss")
-    costs = {"epsilon": "one client, sums", "epsilon_example": "one example"}
-    costs = {name: text for name, text in costs.items() if np.isfinite(column(rows, name)).any()}
-    if len(costs) > 1:
-        found["epsilon"] = lambda axes: _draw_columns(axes, rows, costs, "ε so far")
-    elif costs:
-        # A single curve needs no legend, so the axis says whose epsilon it is.
-        ((name, text),) = costs.items()
-        found["epsilon"] = lambda axes: _draw_columns(axes, rows, {name: ""}, f"ε so far ({text})")
+    epsilons = {"epsilon": "one client, sums", "epsilon_example": "one example"}
+    known = {name: text for name, text in epsilons.items() if _is_known(rows, name)}
+    if known:
+        found["epsilon"] = lambda axes: _draw_epsilons(axes, rows, known)
     if (column(rows, "nonfinite") > 0).any():
         found["dropped"] = lambda axes: _draw_columns(
             axes, rows, {"nonfinite": ""}, "dropped updates"
         )
     return found
+
+
+def _is_known(rows: Sequence[MetricsRow], name: str) -> bool:
+    """Return whether a column has a finite value."""
+    return bool(np.isfinite(column(rows, name)).any())
 
 
 def curves(title: str, rows: Sequence[MetricsRow], headline: str = "accuracy") -> Figure:
@@ -336,23 +337,30 @@ def comparison(
     """
     lines, noisy = _by_noise(found)
     parts = [noisy[i : i + SERIES] for i in range(0, len(noisy), SERIES)] or [[]]
-    columns = min(2, len(parts))
-    rows = math.ceil(len(parts) / columns)
     with style():
-        width = 1.3 * SINGLE
-        if columns == 2:
-            width = DOUBLE
-        figure = new_figure(width, 2.6 * rows)
-        grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
-        # An odd number of parts leaves the last panel of two columns empty.
-        for axes in grid.ravel()[len(parts) :]:
-            axes.set_axis_off()
-        for axes, names in zip(grid.ravel(), parts, strict=False):
+        figure, panels_of_parts = _shared_panels(len(parts))
+        for axes, names in zip(panels_of_parts, parts, strict=True):
             shown = {name: found[name] for name in [*names, *lines]}
             against_epsilon(axes, shown, sends, looks(found))
             legend_beside(axes)
         figure.supylabel(f"{headline}{MEAN}", fontsize="medium")
     return figure
+
+
+def _shared_panels(count: int) -> tuple[Figure, list[Axes]]:
+    """Return a figure, and its panels in one or two columns that share a vertical axis."""
+    columns = min(2, count)
+    rows = math.ceil(count / columns)
+    width = 1.3 * SINGLE
+    if columns == 2:
+        width = DOUBLE
+    figure = new_figure(width, 2.6 * rows)
+    grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
+    places = list(grid.ravel())
+    # An odd number of panels leaves the last place of two columns empty.
+    for axes in places[count:]:
+        axes.set_axis_off()
+    return figure, places[:count]
 
 
 def against_epsilon(
@@ -370,32 +378,44 @@ def against_epsilon(
         styles: The look of each method.
     """
     lines, noisy = _by_noise(found)
-    epsilons = sorted({e for points in found.values() for e in points if math.isfinite(e)})
-    # Infinity needs a place if a curve reaches it, or if there are only lines.
-    if not noisy or any(math.inf in found[name] for name in noisy):
-        epsilons.append(math.inf)
+    epsilons = _epsilons_on_axis(found)
     places = {e: i for i, e in enumerate(epsilons)}
     for i, name in enumerate(noisy):
-        points = sorted(found[name].items())
         # Curves are shifted so that their bars do not cover each other.
         shift = 0.05 * (i - (len(noisy) - 1) / 2)
+        points = sorted(found[name].items())
         horizontal = [places[e] + shift for e, _ in points]
         mean, half = zip(*(value for _, value in points), strict=True)
         # A single seed has no interval, so its bar has length 0.
         axes.errorbar(horizontal, mean, np.nan_to_num(half), label=name, **styles[name])
     for name in lines:
         ((mean, half),) = found[name].values()
-        color = styles[name]["color"]
         dash = ":"
         if name in sends:
             dash = "--"
-        axes.axhline(mean, color=color, linestyle=dash, label=name)
-        if math.isfinite(half):
-            axes.axhspan(mean - half, mean + half, color=color, alpha=0.12, linewidth=0)
+        color = styles[name]["color"]
+        _draw_level(axes, mean, half, color=color, linestyle=dash, label=name)
     means = [mean for points in found.values() for mean, _ in points.values()]
     _limit_shares(axes, np.array(means))
     _label_epsilons(axes, epsilons)
     axes.set(xlabel="ε", xlim=(-0.4, len(epsilons) - 0.6))
+
+
+def _epsilons_on_axis(found: Mapping[str, Mapping[float, Any]]) -> list[float]:
+    """Return the epsilons that have a place on the axis of a panel, in order."""
+    _, noisy = _by_noise(found)
+    epsilons = sorted({e for points in found.values() for e in points if math.isfinite(e)})
+    # Infinity needs a place if a curve reaches it, or if there are only lines.
+    if not noisy or any(math.inf in found[name] for name in noisy):
+        epsilons.append(math.inf)
+    return epsilons
+
+
+def _draw_level(axes: Axes, mean: float, half: float, *, color: str, **options: Any) -> None:
+    """Draw a horizontal line at a mean, with a band of the half width unless that is NaN."""
+    axes.axhline(mean, color=color, **options)
+    if math.isfinite(half):
+        axes.axhspan(mean - half, mean + half, color=color, alpha=0.12, linewidth=0)
 
 
 def _label_epsilons(axes: Axes, epsilons: Sequence[float]) -> None:
@@ -418,16 +438,11 @@ def against_costs(found: Mapping[str, Sequence[MetricsRow]], metric: str) -> Fig
         metric: Name of the metric.
     """
     styles = looks(found)
-    bytes_of = {
-        name: column(rows, "total_up") + column(rows, "total_down") for name, rows in found.items()
-    }
-    panels = {"megabytes of all clients": {name: own / 1e6 for name, own in bytes_of.items()}}
-    if all("hours" in row for rows in found.values() for row in rows):
-        panels["hours"] = {name: column(rows, "hours") for name, rows in found.items()}
+    drawn = _costs_by_panel(found)
     with style():
-        figure = new_figure(SINGLE * len(panels) + 0.8, 2.6)
-        row = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-        for axes, (label, costs) in zip(row, panels.items(), strict=True):
+        figure = new_figure(SINGLE * len(drawn) + 0.8, 2.6)
+        row = figure.subplots(1, len(drawn), sharey=True, squeeze=False)[0]
+        for axes, (label, costs) in zip(row, drawn.items(), strict=True):
             for name, rows in found.items():
                 axes.plot(costs[name], column(rows, metric), label=name, **styles[name])
             axes.set(xlabel=label, xscale="log")
@@ -435,6 +450,19 @@ def against_costs(found: Mapping[str, Sequence[MetricsRow]], metric: str) -> Fig
         row[0].set_ylabel(f"test {metric.replace('_', ' ')}")
         legend_beside(row[-1])
     return figure
+
+
+def _costs_by_panel(found: Mapping[str, Sequence[MetricsRow]]) -> dict[str, dict[str, np.ndarray]]:
+    """Return the costs of methods by the text of a panel's axis, as far as the rows have them."""
+    megabytes = {}
+    for name, rows in found.items():
+        # Clients both send and receive.
+        total = column(rows, "total_up") + column(rows, "total_down")
+        megabytes[name] = total / 1e6
+    costs = {"megabytes of all clients": megabytes}
+    if all("hours" in row for rows in found.values() for row in rows):
+        costs["hours"] = {name: column(rows, "hours") for name, rows in found.items()}
+    return costs
 
 
 def _label_decades(axes: Axes) -> None:
@@ -529,16 +557,14 @@ def _draw_score(axes: Axes, rows: Sequence[MetricsRow], headline: str) -> None:
     mean = column(rows, headline)
     worst = column(rows, f"{headline}_worst10")
     spread = column(rows, f"{headline}_std")
-    low = mean - spread
-    high = mean + spread
     central = column(rows, f"central_{headline}")
     drawn = np.concatenate([mean, worst, central])
+    ends = [mean - spread, mean + spread]
     if _are_shares(drawn):
         # A standard deviation may reach beyond 0 and 1, but a share cannot.
-        low = np.clip(low, 0, 1)
-        high = np.clip(high, 0, 1)
+        ends = [np.clip(end, 0, 1) for end in ends]
     band = "± std over clients"
-    axes.fill_between(rounds, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label=band)
+    axes.fill_between(rounds, *ends, color=COLORS[0], alpha=0.15, linewidth=0, label=band)
     lines = {"mean over clients": mean, "worst 10% of clients": worst}
     if np.isfinite(central).any():
         lines["global model, central test set"] = central
@@ -579,11 +605,22 @@ def _draw_columns(
     """
     rounds = column(rows, "round")
     for i, (name, text) in enumerate(names.items()):
-        if np.isfinite(values := column(rows, name)).any():
+        if _is_known(rows, name):
+            values = column(rows, name)
             axes.plot(rounds, values, label=text or None, markevery=_every(rounds), **series(i))
     axes.set_ylabel(label)
     legend_above(axes)
     whole_rounds(axes)
+
+
+def _draw_epsilons(axes: Axes, rows: Sequence[MetricsRow], names: Mapping[str, str]) -> None:
+    """Draw the panel of epsilons, with the texts of `_draw_columns` for one or two columns."""
+    if len(names) > 1:
+        _draw_columns(axes, rows, names, "ε so far")
+        return
+    # A single curve needs no legend, so the axis says whose epsilon it is.
+    ((name, text),) = names.items()
+    _draw_columns(axes, rows, {name: ""}, f"ε so far ({text})")
 
 
 def _every(rounds: Sequence[int | float] | np.ndarray) -> int:

@@ -1,5 +1,6 @@
 """Membership attacks on single clients after a run: which examples did a client train on?"""
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias
 
 import jax
@@ -18,7 +19,7 @@ from jaxfl.privacy.noise import CLIENT, PRIVATE_STEPS, derive
 from jaxfl.run.check import check_clients, check_one_key
 from jaxfl.run.flags import under_own_flags
 from jaxfl.run.recorder import Result
-from jaxfl.types import Algorithm, Clients, Message, Params, StepNoise
+from jaxfl.types import Algorithm, ClientData, Clients, Message, Params, StepNoise, Tree
 
 _EXAMPLES_PER_PASS = 64
 """Number of examples in each forward pass."""
@@ -80,6 +81,33 @@ def membership(
     References: Yeom et al., Privacy Risk in Machine Learning, CSF 2018; Carlini et al., Membership
         Inference Attacks From First Principles, S&P 2022 (the rate at 1%).
     """
+    _check_attackable(algorithm, result, of)
+    sizes = {"train": np.asarray(clients.train_size), "test": np.asarray(clients.test_size)}
+    capacities = capacities_of(sizes["train"])
+    # With one shard, lists lose their padding, so the losses of clients follow one another.
+    clients, states = jax.tree.map(jnp.asarray, (shard(clients, 1), result.states))
+    run = _AttackedRun(algorithm, result._replace(states=states), clients, capacities)
+    params_of_client = run.personal
+    if of == "upload":
+        params_of_client = run.uploaded
+
+    def add(index: Int[Array, ""], found: Losses) -> Losses:
+        params = params_of_client(index, jax.random.fold_in(key, index))
+        return {split: run.with_losses(found[split], split, index, params) for split in found}
+
+    def all_losses() -> Losses:
+        found = {
+            # JAX would shift a last block that does not fit towards the front, over other losses.
+            split: jnp.zeros(size.sum() + _EXAMPLES_PER_PASS, jnp.float32)
+            for split, size in sizes.items()
+        }
+        return lax.fori_loop(0, clients.num_clients, add, found)
+
+    return _success(jax.device_get(jax.jit(all_losses)()), sizes)
+
+
+def _check_attackable(algorithm: Algorithm, result: Result, of: str) -> None:
+    """Require a model that the attack can make, and client states of one process."""
     if of == "upload" and algorithm.sends == "weights":
         raise ValueError(
             f"of must be 'personal' for {algorithm.name!r}, which sends weights and no update, "
@@ -90,93 +118,114 @@ def membership(
             f"result must be of one process for {algorithm.name!r}, whose clients keep states, got "
             f"that of {jax.process_count()} processes. Repeat the run in one process."
         )
-    server = result.server
-    memory = result.memory
-    mechanism = algorithm.mechanism
-    model = algorithm.model
-    sizes = {"train": np.asarray(clients.train_size), "test": np.asarray(clients.test_size)}
-    capacities = capacities_of(sizes["train"])
-    # With one shard, lists lose their padding, so the losses of clients follow one another.
-    clients, states = jax.tree.map(jnp.asarray, (shard(clients, 1), result.states))
-    broadcast = getattr(server, "params", None)
-    # The clients' models follow from the `decay` of the last round.
-    last = max(len(result.ledger.participants) - 1, 0)
 
-    def uploaded(index: Int[Array, ""], key: Key[Array, ""]) -> Params:
-        def own(table: Float[Array, "#C"]) -> Float[Array, ""]:
-            # A single entry holds for all clients.
-            if len(table) == 1:
-                return table[0]
-            return table[index]
 
+class _AttackedRun(NamedTuple):
+    """Run whose clients are attacked, with its arrays on the device."""
+
+    algorithm: Algorithm
+    result: Result
+    clients: Clients
+    capacities: tuple[int, ...]
+    """Capacities of the clients' training examples (see `capacities_of`)."""
+
+    def personal(self, index: Int[Array, ""], key: Key[Array, ""]) -> Params:
+        """Return the model that a client is evaluated with."""
+
+        def model(state: Tree, data: ClientData) -> Params:
+            return self.algorithm.personalize(key, self.result.server, state, data)
+
+        return self._computed(index, None, model)
+
+    def uploaded(self, index: Int[Array, ""], key: Key[Array, ""]) -> Params:
+        """Return the model that the server can make of one more upload of a client."""
+        algorithm = self.algorithm
         noise = None
         if algorithm.dp_sgd is not None:
-            multiplier = own(jnp.asarray(algorithm.dp_sgd.noise_table, jnp.float32))
+            multiplier = _own_entry(jnp.asarray(algorithm.dp_sgd.noise_table, jnp.float32), index)
             noise = StepNoise(multiplier, derive(key, PRIVATE_STEPS, index))
-        state = jax.tree.map(lambda leaf: leaf[index], states)
 
-        def sent(capacity: int) -> Message:
-            data = data_of(clients, index, index, capacity, noise, last)
-            return algorithm.client_update(derive(key, CLIENT, index), server, state, data)[0]
+        def message(state: Tree, data: ClientData) -> Message:
+            client_key = derive(key, CLIENT, index)
+            return algorithm.client_update(client_key, self.result.server, state, data)[0]
 
-        message = by_capacity(capacities, clients.train_size[index], sent)
-        if jax.tree.structure(message.update) != jax.tree.structure(broadcast):
+        update = self._computed(index, noise, message).update
+        broadcast = getattr(self.result.server, "params", None)
+        if jax.tree.structure(update) != jax.tree.structure(broadcast):
             raise ValueError(
                 f"of must be 'personal' for {algorithm.name!r}, which sends no update of all "
-                f"parameters, got {of!r}. Give of='personal'."
+                "parameters, got 'upload'. Give of='personal'."
             )
+        return optax.tree.add(broadcast, self._released(update, index, key))
+
+    def _released(self, update: Tree, index: Int[Array, ""], key: Key[Array, ""]) -> Tree:
+        """Return a client's update as the server gets it."""
+        mechanism = self.algorithm.mechanism
+        memory = self.result.memory
         # The attacker sees what a client sends: a bounded update with the client's own noise.
-        bounded, _ = clip(message.update, mechanism.update_bound(memory))
+        bounded, _ = clip(update, mechanism.update_bound(memory))
         noise_std = jnp.asarray(mechanism.client_noise_table, jnp.float32)[-1]
-        sender = Participant(index, own(noise_std))
-        return optax.tree.add(broadcast, mechanism.add_client_noise(key, memory, sender, bounded))
+        sender = Participant(index, _own_entry(noise_std, index))
+        return mechanism.add_client_noise(key, memory, sender, bounded)
 
-    def personal(index: Int[Array, ""], key: Key[Array, ""]) -> Params:
-        state = jax.tree.map(lambda leaf: leaf[index], states)
+    def _computed(
+        self,
+        index: Int[Array, ""],
+        noise: StepNoise | None,
+        work: Callable[[Tree, ClientData], Tree],
+    ) -> Tree:
+        """Return what `work` computes from a client's state and training examples."""
+        state = jax.tree.map(lambda leaf: leaf[index], self.result.states)
+        # The clients' models follow from the `decay` of the last round.
+        last = max(len(self.result.ledger.participants) - 1, 0)
 
-        def params_of(capacity: int) -> Params:
-            data = data_of(clients, index, index, capacity, index=last)
-            return algorithm.personalize(key, server, state, data)
+        def of_capacity(capacity: int) -> Tree:
+            return work(state, data_of(self.clients, index, index, capacity, noise, last))
 
-        return by_capacity(capacities, clients.train_size[index], params_of)
+        return by_capacity(self.capacities, self.clients.train_size[index], of_capacity)
 
-    params_of_client = personal
-    if of == "upload":
-        params_of_client = uploaded
+    def with_losses(
+        self, found: Float[Array, "_"], split: str, index: Int[Array, ""], params: Params
+    ) -> Float[Array, "_"]:
+        """Return a split's losses with those of one client's examples filled in."""
+        clients = self.clients
+        model = self.algorithm.model
+        lists = getattr(clients, split)
+        size = getattr(clients, f"{split}_size")[index]
+        start = lists.start[index]
 
-    def add(index: Int[Array, ""], found: Losses) -> Losses:
-        params = params_of_client(index, jax.random.fold_in(key, index))
+        def block(i: Int[Array, ""], found: Float[Array, "_"]) -> Float[Array, "_"]:
+            # Positions behind the client's own read any row, and only fill the block.
+            positions = i * _EXAMPLES_PER_PASS + jnp.arange(_EXAMPLES_PER_PASS)
+            rows = lists.flat[jnp.where(positions < size, start + positions, 0)]
+            outputs = model.apply(params, model.prepare(clients.inputs[rows]))
+            losses = model.task.loss(outputs, clients.labels[rows])
+            # The next client overwrites the padding's losses behind the client's own.
+            return lax.dynamic_update_slice(found, losses, (start + i * _EXAMPLES_PER_PASS,))
 
-        def losses(split: str) -> Float[Array, "R"]:
-            lists = getattr(clients, split)
-            size = getattr(clients, f"{split}_size")[index]
-            start = lists.start[index]
+        return lax.fori_loop(0, -(-size // _EXAMPLES_PER_PASS), block, found)
 
-            def block(i: Int[Array, ""], found: Float[Array, "R"]) -> Float[Array, "R"]:
-                positions = i * _EXAMPLES_PER_PASS + jnp.arange(_EXAMPLES_PER_PASS)
-                rows = lists.flat[jnp.where(positions < size, start + positions, 0)]
-                outputs = model.apply(params, model.prepare(clients.inputs[rows]))
-                losses = model.task.loss(outputs, clients.labels[rows])
-                # The next client overwrites the padding's losses behind the client's own.
-                return lax.dynamic_update_slice(found, losses, (start + i * _EXAMPLES_PER_PASS,))
 
-            return lax.fori_loop(0, -(-size // _EXAMPLES_PER_PASS), block, found[split])
+def _own_entry(table: Float[Array, "#C"], index: Int[Array, ""]) -> Float[Array, ""]:
+    """Return a client's entry of a table with one entry, or with one for each client."""
+    # A single entry holds for all clients.
+    if len(table) == 1:
+        return table[0]
+    return table[index]
 
-        return {split: losses(split) for split in found}
 
-    def all_losses() -> Losses:
-        found = {
-            # JAX would shift a last block that does not fit towards the front, over other losses.
-            split: jnp.zeros(size.sum() + _EXAMPLES_PER_PASS, jnp.float32)
-            for split, size in sizes.items()
-        }
-        return lax.fori_loop(0, clients.num_clients, add, found)
-
-    found = jax.device_get(jax.jit(all_losses)())
-    inside, outside = (found[split][: size.sum()] for split, size in sizes.items())
-    inside_of_each = np.split(inside, np.cumsum(sizes["train"])[:-1])
-    outside_of_each = np.split(outside, np.cumsum(sizes["test"])[:-1])
-    by_client = [_auc(a, b) for a, b in zip(inside_of_each, outside_of_each, strict=True)]
+def _success(
+    found: dict[str, Float[np.ndarray, "_"]], sizes: dict[str, Int[np.ndarray, "C"]]
+) -> Membership:
+    """Return the success of the threshold, over all clients and for each client."""
+    # The losses of clients follow one another, with padding behind the last.
+    losses = {split: found[split][: size.sum()] for split, size in sizes.items()}
+    of_each = {
+        split: np.split(losses[split], np.cumsum(size)[:-1]) for split, size in sizes.items()
+    }
+    by_client = [_auc(*own) for own in zip(of_each["train"], of_each["test"], strict=True)]
+    inside = losses["train"]
+    outside = losses["test"]
     return Membership(_auc(inside, outside), _tpr(inside, outside), np.array(by_client))
 
 

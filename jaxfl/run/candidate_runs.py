@@ -11,10 +11,12 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jaxtyping import Key
 
 from jaxfl._support.checks import check_accepts, check_instance, key_of, show
 from jaxfl.engine.chunk import out_of_memory
-from jaxfl.engine.evaluate import summarize
+from jaxfl.engine.evaluate import PerClient, summarize
 from jaxfl.engine.program import Points, over_points
 from jaxfl.privacy.accounting.calibration import calibrate
 from jaxfl.privacy.dropouts import with_dropouts
@@ -32,6 +34,13 @@ _LOG = logging.getLogger("jaxfl")
 Split: TypeAlias = tuple[Clients, Clients | None]
 """Clients who take part, and newcomers, if there are any."""
 
+Finished: TypeAlias = tuple[Result | None, str]
+"""Result and folder of a point.
+
+The result has no model and no client states. It is None if the point does not fit in memory. The
+path of the folder is relative to the folder of the comparison, and empty without one.
+"""
+
 _STATE_BYTES = 2**30
 """Largest number of bytes of clients' states in one program of several points."""
 
@@ -43,6 +52,18 @@ class PointToRun(NamedTuple):
     """Index of the point in the candidate's columns."""
     values: dict[str, Any]
     """Arguments of the builder, with the noise multiplier if the method takes noise."""
+
+
+class Training(NamedTuple):
+    """Clients, seed and rounds of runs that differ in their points."""
+
+    clients: Clients
+    seed: int
+    rounds: int
+    every: int = 0
+    """Number of rounds between evaluations. 0 evaluates after the last round only."""
+    newcomers: Clients | None = None
+    """Clients who take no part, if there are any. Each point serves them after its last round."""
 
 
 class CandidateRuns:
@@ -94,6 +115,16 @@ class CandidateRuns:
     def tuned(self) -> bool:
         """Whether tuning has a choice: of a point, or of a round if clients send nothing."""
         return self.method.num_points > 1 or self.sends_nothing
+
+    @property
+    def public(self) -> bool:
+        """Whether reports leave out what follows from private data without noise."""
+        return self.options.get("report") == "public"
+
+    @property
+    def all_points(self) -> list[PointToRun]:
+        """All points, with a noise multiplier of 1 if the method takes any."""
+        return [self.point(index, 1.0) for index in range(self.method.num_points)]
 
     @property
     def columns(self) -> dict[str, list[Any]]:
@@ -207,9 +238,8 @@ class CandidateRuns:
 
         Newcomers train if clients send nothing. Otherwise they are only evaluated.
         """
-        points = [self.point(index, 1.0) for index in range(self.method.num_points)]
-        different = {_signature(clients): clients for clients in newcomers}.values()
-        for group in self.groups(points).values():
+        different = _different(newcomers)
+        for group in self.groups(self.all_points).values():
             # Points of a group differ only in numbers, so their functions have the same shapes.
             algorithm = self.algorithms[group[0]]
             for clients in different:
@@ -219,15 +249,29 @@ class CandidateRuns:
                     else:
                         check_evaluation(algorithm, clients)
 
+    def check_group(self, group: Sequence[int], clients: Clients) -> None:
+        """Require that the points of one program can train these clients. Nothing is compiled."""
+        first, *others = group
+        with _naming(self.name, self.method.point(first)):
+            update = check_algorithm(self.algorithms[first], clients, self.rounds)
+        # The others differ only in numbers, for which a mechanism may still raise an error.
+        for index in others:
+            with _naming(self.name, self.method.point(index)):
+                check_mechanism(self.algorithms[index], clients, update)
+
+    def check_clips(self, group: Sequence[int]) -> None:
+        """Require finite clip bounds of the points of one program if it adds noise."""
+        unclipped = [i for i in group if math.isinf(self.algorithms[i].mechanism.clip)]
+        if unclipped and noisy(self.program([self.point(index, 1.0) for index in group])):
+            raise ValueError(
+                f"{_where(self.name, self.method.point(unclipped[0]))}: clip must be finite with "
+                "noise, which is in multiples of it, got clip=inf. Give a large number, or a "
+                "candidate that takes no noise_multiplier."
+            )
+
     def final(
-        self,
-        bar: SharedBar,
-        points: Sequence[PointToRun],
-        participants: Clients,
-        newcomers: Clients | None,
-        seed: int,
-        rounds: int,
-    ) -> list[tuple[Result | None, str]]:
+        self, bar: SharedBar, points: Sequence[PointToRun], training: Training
+    ) -> list[Finished]:
         """Run the chosen points of a seed, and add the newcomers' score to the last row of metrics.
 
         The score is `unseen` in each result's row.
@@ -235,22 +279,19 @@ class CandidateRuns:
         Args:
             bar: Progress bar of the comparison.
             points: The chosen points.
-            participants: Clients who take part.
-            newcomers: Clients who take no part, if there are any.
-            seed: Seed of the runs.
-            rounds: Number of rounds.
-
-        Returns:
-            Results and folders, as in `run`.
+            training: Participants, newcomers, seed and rounds of the runs.
         """
-        name = f"seed={seed}"
+        name = f"seed={training.seed}"
+        newcomers = training.newcomers
         if newcomers is None or not self.sends_nothing:
-            return self.run(bar, points, participants, seed, name, rounds, newcomers=newcomers)
-        found = self.run(bar, points, participants, seed, name, rounds)
+            return self.run(bar, points, name, training)
+        training = training._replace(newcomers=None)
+        found = self.run(bar, points, name, training)
         # Participants share nothing with newcomers here, who therefore train in a run of their own.
-        alone = self.run(bar, points, newcomers, seed, f"{name}, unseen", rounds)
+        training = training._replace(clients=newcomers)
+        alone = self.run(bar, points, f"{name}, unseen", training)
         headline = self.algorithm.model.task.headline
-        scored = []
+        scored: list[Finished] = []
         for (result, folder), (own, _) in zip(found, alone, strict=True):
             score = math.nan
             if own is not None:
@@ -276,85 +317,63 @@ class CandidateRuns:
         return found
 
     def run(
-        self,
-        bar: SharedBar,
-        points: Sequence[PointToRun],
-        clients: Clients,
-        seed: int,
-        name: str,
-        rounds: int,
-        every: int = 0,
-        newcomers: Clients | None = None,
-    ) -> list[tuple[Result | None, str]]:
+        self, bar: SharedBar, points: Sequence[PointToRun], name: str, training: Training
+    ) -> list[Finished]:
         """Run the points, as many of them in one program as arguments and memory allow.
 
         Args:
             bar: Progress bar of the comparison.
             points: The points.
-            clients: Clients of the runs.
-            seed: Seed of the runs.
             name: Beginning of the folders' names.
-            rounds: Number of rounds.
-            every: Number of rounds between evaluations. 0 evaluates after the last round only.
-            newcomers: Clients whom each point also serves, if there are any (see `final`).
+            training: Clients, seed and rounds of the runs.
 
         Returns:
-            A result and a folder for each point. The result has no model and no client states. It
-            is None if the point does not fit in memory. The path of the folder is relative to the
-            folder of the comparison, and empty without one.
+            A result and a folder for each point.
         """
-        results: list[tuple[Result | None, str]] = [(None, "")] * len(points)
+        results: list[Finished] = [(None, "")] * len(points)
+        clients = training.clients.num_clients
         for text, group in self.groups(points).items():
-            first = points[group[0]]
-            states = state_shapes(self.algorithms[first.index], clients.num_clients)
-            size = sum(leaf.size * leaf.dtype.itemsize for leaf in states)
-            # A method without states has size 0, and all of its points fit.
-            at_once = max(1, _STATE_BYTES // max(1, size))
-            count = math.ceil(len(group) / at_once)
-            waiting = [part.tolist() for part in np.array_split(group, count)]
+            waiting = self._parts(group, points[group[0]], clients)
             while waiting:
                 part = waiting.pop(0)
                 of_group = ""
                 if len(part) < len(group):
                     of_group = f"points {part[0]} to {part[-1]}"
                 label = ", ".join(filter(None, [name, text, of_group]))
-                work = self.trained(clients.num_clients, rounds, len(part))
+                work = self.trained(clients, training.rounds, len(part))
                 with bar.part(f"{self.name}: {label}", work):
-                    chosen = [points[i] for i in part]
-                    found = self._sweep(
-                        chosen, clients, seed, label, rounds, every, part, newcomers
-                    )
+                    found = self._sweep([points[i] for i in part], part, label, training)
                 if found is None and len(part) > 1:
                     # The halves train the same clients again.
                     bar.skip(-work)
-                    waiting[:0] = [half.tolist() for half in np.array_split(part, 2)]
+                    waiting[:0] = _equal_parts(part, 2)
                 # A part without results waits again in halves, or its only point is left out.
                 for position, result in zip(part, found or [], strict=False):
                     results[position] = result
         return results
 
+    def _parts(self, group: Sequence[int], first: PointToRun, clients: int) -> list[list[int]]:
+        """Return the positions of a group in parts whose client states fit `_STATE_BYTES`."""
+        states = state_shapes(self.algorithms[first.index], clients)
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in states)
+        # A method without states has size 0, and all of its points fit.
+        at_once = max(1, _STATE_BYTES // max(1, size))
+        return _equal_parts(group, math.ceil(len(group) / at_once))
+
     def _sweep(
         self,
         points: Sequence[PointToRun],
-        clients: Clients,
-        seed: int,
-        label: str,
-        rounds: int,
-        every: int,
         numbers: Sequence[int],
-        newcomers: Clients | None,
-    ) -> list[tuple[Result | None, str]] | None:
+        label: str,
+        training: Training,
+    ) -> list[Finished] | None:
         """Run points in one program, and return their results and folders, as `run` does.
 
         Args:
             points: The points of the program.
-            clients: Clients of the runs.
-            seed: Seed of the runs.
-            label: Name of the program's folder.
-            rounds: Number of rounds.
-            every: Number of rounds between evaluations, as in `run`.
             numbers: Position of each point among the points of all programs.
-            newcomers: Clients whom each point also serves, if there are any.
+            label: Name of the program's folder.
+            training: Clients, seed and rounds of the runs.
 
         Returns:
             Results and folders, or None if the program does not fit in memory.
@@ -365,22 +384,7 @@ class CandidateRuns:
         if self.root is not None:
             folder = self.root / self.name / label
         try:
-            columns = self.open([values for _, values in points])
-            # Points of several programs have one key, and their numbers make their noise differ.
-            found = sweep(
-                jnp.broadcast_to(key_of(seed), (len(points),)),
-                self.build(points[0][1]),
-                columns,
-                clients,
-                rounds=rounds,
-                folder=folder,
-                # No table needs the clients' states.
-                keep_states=False,
-                numbers=numbers,
-                **{"eval_every": every or rounds} | self.options,
-            )
-            if newcomers is not None:
-                found = self._served(found, points, newcomers, seed, rounds)
+            found = self._swept(points, numbers, folder, training)
         except KeyboardInterrupt as stop:
             # The message says which of the many runs would resume.
             stop.args = (f"{which}: {stop}",)
@@ -396,39 +400,69 @@ class CandidateRuns:
             cause, _, _ = str(error).partition("\n")
             _LOG.warning("%s: does not fit in memory, so %s: %s", which, step, cause)
             return None
-        folders = [""] * len(points)
-        if folder is not None and self.root is not None:
-            names = names_of_points(columns, len(points))
-            folders = [(folder / one).relative_to(self.root).as_posix() for one in names]
         # Nothing needs the servers from here on, but results may stay in memory for long.
         without_server = [result._replace(server=()) for result in found]
-        return list(zip(without_server, folders, strict=True))
+        return list(zip(without_server, self._paths(folder, points), strict=True))
 
-    def _served(
+    def _swept(
         self,
+        points: Sequence[PointToRun],
+        numbers: Sequence[int],
+        folder: pathlib.Path | None,
+        training: Training,
+    ) -> list[Result]:
+        """Return the results of a program's points, which have also served the newcomers."""
+        found = sweep(
+            # Points of several programs have one key, and their numbers make their noise differ.
+            _keys(training.seed, points),
+            self.build(points[0].values),
+            self.open(points),
+            training.clients,
+            rounds=training.rounds,
+            folder=folder,
+            # No table needs the clients' states.
+            keep_states=False,
+            numbers=numbers,
+            **{"eval_every": training.every or training.rounds} | self.options,
+        )
+        if training.newcomers is None:
+            return found
+        scores = self._newcomers_scores(training.newcomers, found, points, training)
+        task = self.algorithm.model.task
+        sizes = np.asarray(training.newcomers.test_size)
+        served = []
+        for position, result in enumerate(found):
+            own = {name: values[position] for name, values in scores.items()}
+            row = summarize(own, sizes, task.metrics)
+            served.append(_with_unseen(result, row[task.headline]))
+        return served
+
+    def _newcomers_scores(
+        self,
+        newcomers: Clients,
         results: Sequence[Result],
         points: Sequence[PointToRun],
-        newcomers: Clients,
-        seed: int,
-        rounds: int,
-    ) -> list[Result]:
-        """Return the results of one program, with the newcomers' score in the last row of each."""
-        columns = self.open([values for _, values in points])
-        method = Points(self.build(points[0][1]), _floats(columns))
+        training: Training,
+    ) -> PerClient:
+        """Return the newcomers' scores [P, C] by the results of a program's P points."""
         servers = jax.device_get([result.server for result in results])
         # The points of a program share the shapes of their servers.
         stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *servers)
-        keys = jnp.broadcast_to(key_of(seed), (len(points),))
+        keys = _keys(training.seed, points)
         options = {name: self.options.get(name) for name in ("chunk", "devices")}
-        scores = scores_of(keys, method, stacked, newcomers, rounds=rounds, **options)
-        task = self.algorithm.model.task
-        sizes = np.asarray(newcomers.test_size)
-        found = []
-        for position, result in enumerate(results):
-            own = {name: values[position] for name, values in scores.items()}
-            row = summarize(own, sizes, task.metrics)
-            found.append(_with_unseen(result, row[task.headline]))
-        return found
+        rounds = training.rounds
+        return scores_of(keys, self.program(points), stacked, newcomers, rounds=rounds, **options)
+
+    def _paths(self, folder: pathlib.Path | None, points: Sequence[PointToRun]) -> list[str]:
+        """Return the path of each point's folder in the comparison's, or "" without a folder."""
+        if folder is None or self.root is None:
+            return [""] * len(points)
+        names = names_of_points(self.open(points), len(points))
+        return [(folder / name).relative_to(self.root).as_posix() for name in names]
+
+    def program(self, points: Sequence[PointToRun]) -> Points:
+        """Return the points as those of one program, whose inputs are the open arguments."""
+        return Points(self.build(points[0].values), _floats(self.open(points)))
 
     def build(self, values: Mapping[str, Any]) -> Callable[..., Algorithm]:
         """Return the method's builder with a point's fixed arguments bound to their values."""
@@ -437,10 +471,20 @@ class CandidateRuns:
             return self.method.build
         return functools.partial(self.method.build, **fixed)
 
-    def open(self, points: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    def open(self, points: Sequence[PointToRun]) -> dict[str, list[float]]:
         """Return the column of numbers of each open argument."""
-        names = [name for name in points[0] if name not in self.fixed]
-        return {name: [float(values[name]) for values in points] for name in names}
+        names = [name for name in points[0].values if name not in self.fixed]
+        return {name: [float(point.values[name]) for point in points] for name in names}
+
+
+def _equal_parts(positions: Sequence[int], count: int) -> list[list[int]]:
+    """Return the positions in `count` parts of nearly equal length."""
+    return [part.tolist() for part in np.array_split(positions, count)]
+
+
+def _keys(seed: int, points: Sequence[PointToRun]) -> Key[Array, "P"]:
+    """Return the key of a seed for each point."""
+    return jnp.broadcast_to(key_of(seed), (len(points),))
 
 
 def _with_unseen(result: Result, score: float) -> Result:
@@ -466,7 +510,7 @@ def prepared_runs(
         TypeError: A point has the wrong type. The message names the method and the point.
     """
     rounds = method.rounds or rounds
-    different = list({_signature(clients): clients for clients in populations}.values())
+    different = _different(populations)
     algorithms = []
     check_accepts(f"methods[{name!r}].build", method.build, method.points)
     for index in range(method.num_points):
@@ -477,23 +521,10 @@ def prepared_runs(
         check_algorithm(algorithms[0], different[0], rounds)
     fixed = _fixed(method, different[0], rounds)
     runs = CandidateRuns(name, method, algorithms, fixed, rounds, root, options)
-    points = [runs.point(index, 1.0) for index in range(method.num_points)]
-    for group in runs.groups(points).values():
+    for group in runs.groups(runs.all_points).values():
         for clients in different:
-            with _naming(name, method.point(group[0])):
-                update = check_algorithm(algorithms[group[0]], clients, rounds)
-            # The others differ only in numbers, for which a mechanism may still raise an error.
-            for index in group[1:]:
-                with _naming(name, method.point(index)):
-                    check_mechanism(algorithms[index], clients, update)
-        values = [points[index][1] for index in group]
-        unclipped = [index for index in group if math.isinf(algorithms[index].mechanism.clip)]
-        if unclipped and noisy(Points(runs.build(values[0]), _floats(runs.open(values)))):
-            raise ValueError(
-                f"{_where(name, method.point(unclipped[0]))}: clip must be finite with noise, "
-                "which is in multiples of it, got clip=inf. Give a large number, or a candidate "
-                "that takes no noise_multiplier."
-            )
+            runs.check_group(group, clients)
+        runs.check_clips(group)
     return runs
 
 
@@ -502,25 +533,11 @@ def _fixed(method: Candidate, clients: Clients, rounds: int) -> frozenset[str]:
     values = method.point(0)
     if method.private:
         values = values | {"noise_multiplier": 1.0}
-
-    def numeric(column: Sequence[Any]) -> bool:
-        return all(isinstance(one, int | float) and not isinstance(one, bool) for one in column)
-
     # The noise multiplier has no column, but is a number too.
-    numbers = [name for name in values if numeric(method.points.get(name, [0.0]))]
-    traced = functools.partial(_traced, clients=clients, rounds=rounds)
-
-    def works(names: Sequence[str]) -> bool:
-        fixed = {name: value for name, value in values.items() if name not in names}
-        columns = _floats({name: [values[name]] for name in names})
-        points = Points(functools.partial(method.build, **fixed), columns)
-        # Open arguments are inputs of the compiled program. Any error means that these cannot be
-        # open, because all was well without them.
-        with contextlib.suppress(Exception):
-            jax.eval_shape(over_points(traced, points))
-            return True
-        return False
-
+    numbers = [name for name in values if _is_numeric(method.points.get(name, [0.0]))]
+    works = functools.partial(
+        _can_be_open, values=values, build=method.build, clients=clients, rounds=rounds
+    )
     open_names = numbers
     if numbers and not works(numbers):
         open_names = [name for name in numbers if works([name])]
@@ -530,13 +547,44 @@ def _fixed(method: Candidate, clients: Clients, rounds: int) -> frozenset[str]:
     return frozenset(values.keys() - set(open_names))
 
 
-def _traced(algorithm: Algorithm, clients: Clients, rounds: int) -> jax.Array:
+def _is_numeric(column: Sequence[Any]) -> bool:
+    """Return whether all values of a column are numbers, and no booleans."""
+    return all(isinstance(one, int | float) and not isinstance(one, bool) for one in column)
+
+
+def _can_be_open(
+    names: Sequence[str],
+    values: Mapping[str, Any],
+    build: Callable[..., Algorithm],
+    clients: Clients,
+    rounds: int,
+) -> bool:
+    """Return whether the named arguments can be inputs of a program, by tracing the method."""
+    fixed = {name: value for name, value in values.items() if name not in names}
+    columns = _floats({name: [values[name]] for name in names})
+    points = Points(functools.partial(build, **fixed), columns)
+    traced = functools.partial(_traced, clients=clients, rounds=rounds)
+    # Open arguments are inputs of the compiled program. Any error means that these cannot be open,
+    # because all was well without them.
+    with contextlib.suppress(Exception):
+        jax.eval_shape(over_points(traced, points))
+        return True
+    return False
+
+
+def _traced(algorithm: Algorithm, clients: Clients, rounds: int) -> Array:
     """Trace an algorithm in a round, except for the sums over clients, and return a 0."""
     update = check_algorithm(algorithm, clients, rounds)
     memory = algorithm.mechanism.init(key_of(0), lambda: update, clients.num_clients)
     # A sampler may need its numbers as constants, for instance the size of a cohort.
     algorithm.mechanism.draw(key_of(0), memory, jnp.int32(0), clients.num_clients)
     return jnp.zeros(())
+
+
+def _different(populations: Sequence[Clients]) -> list[Clients]:
+    """Return populations of different signatures."""
+    # One check serves all populations of a signature.
+    return list({_signature(clients): clients for clients in populations}.values())
 
 
 def _signature(clients: Clients) -> tuple:

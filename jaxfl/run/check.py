@@ -50,57 +50,74 @@ def check_clients(name: str, value: Any) -> Clients:
     ValueError or TypeError names the field that does not fit.
     """
     clients = check_instance(name, value, (Clients,))
-    # The checks below would convert a list, but the run uses inputs and labels as they are.
-    for field, array in clients._asdict().items():
-        if isinstance(array, list | tuple):
-            raise TypeError(
-                f"{name}.{field} must be an array, got {show(array)}. "
-                "Convert it by `numpy.asarray`."
-            )
+    _check_arrays(name, clients)
     inputs = check_inputs(f"{name}.inputs", clients.inputs)
-    checked: dict[str, Any] = {}
     check_targets(f"{name}.labels", clients.labels, len(inputs))
+    checked: dict[str, Any] = {}
     num_clients = None
     for split in ("train", "test"):
         lists = _check_lists(f"{name}.{split}", getattr(clients, split))
         size = check_array(f"{name}.{split}_size", getattr(clients, f"{split}_size"))
+        # The lists of the training examples say how many clients there are.
         if num_clients is None:
             num_clients = len(lists)
-        if len(lists) != num_clients or not num_clients:
-            raise ValueError(
-                f"{name}.{split} must hold lists of {num_clients or 1} clients, got {len(lists)}. "
-                "Give each client a list."
-            )
-        if size.shape != (num_clients,) or size.dtype.kind not in "iu":
-            raise ValueError(
-                f"{name}.{split}_size must be {num_clients} whole numbers, got {size.dtype} of "
-                f"shape {size.shape}. Give each client a size."
-            )
+        _check_sizes(f"{name}.{split}", lists, size, num_clients)
         rows = lists.flat
-        # A list ends where the next one starts, and the last one ends with the rows.
-        room = np.diff(lists.start, append=len(rows))
-        if size.min() < 0 or (size > room).any():
-            raise ValueError(
-                f"{name}.{split}_size must be from 0 to the number of rows in {name}.{split}, got "
-                f"{size.min()} to {size.max()}. Correct the sizes, or give the clients more rows."
-            )
+        # JAX would read another row in place of one that does not exist.
         if rows.size and (rows.min() < 0 or rows.max() >= len(inputs)):
             raise ValueError(
                 f"{name}.{split} must be rows from 0 to {len(inputs) - 1}, got {rows.min()} to "
                 f"{rows.max()}. Give positions in {name}.inputs."
             )
         checked |= {split: lists, f"{split}_size": size}
+    _check_room(f"{name}.train", clients.train)
+    return clients._replace(**checked)
+
+
+def _check_arrays(name: str, clients: Clients) -> None:
+    """Require that no field is a Python list or tuple."""
+    # The other checks would convert a list, but the run uses inputs and labels as they are.
+    for field, array in clients._asdict().items():
+        if isinstance(array, list | tuple):
+            raise TypeError(
+                f"{name}.{field} must be an array, got {show(array)}. "
+                "Convert it by `numpy.asarray`."
+            )
+
+
+def _check_sizes(name: str, lists: Lists, size: np.ndarray, num_clients: int) -> None:
+    """Require a list for each client, and a size that does not exceed the list."""
+    if len(lists) != num_clients or not num_clients:
+        raise ValueError(
+            f"{name} must hold lists of {num_clients or 1} clients, got {len(lists)}. "
+            "Give each client a list."
+        )
+    if size.shape != (num_clients,) or size.dtype.kind not in "iu":
+        raise ValueError(
+            f"{name}_size must be {num_clients} whole numbers, got {size.dtype} of "
+            f"shape {size.shape}. Give each client a size."
+        )
+    # A list ends where the next one starts, and the last one ends with the rows.
+    room = np.diff(lists.start, append=len(lists.flat))
+    if size.min() < 0 or (size > room).any():
+        raise ValueError(
+            f"{name}_size must be from 0 to the number of rows in {name}, got "
+            f"{size.min()} to {size.max()}. Correct the sizes, or give the clients more rows."
+        )
+
+
+def _check_room(name: str, value: Any) -> None:
+    """Require `Lists`, or a matrix [C, n], with room for at least one row."""
     # `Lists.of` gives one entry even to a matrix [C, 0], so the matrix itself is asked.
-    stored: Any = clients.train
-    if isinstance(stored, Lists):
-        stored = stored.flat
+    stored = value
+    if isinstance(value, Lists):
+        stored = value.flat
     shape = np.shape(stored)
     if not shape[-1]:
         raise ValueError(
-            f"{name}.train must have room for at least one row, got shape {shape}. "
+            f"{name} must have room for at least one row, got shape {shape}. "
             "Give a client a training example."
         )
-    return clients._replace(**checked)
 
 
 def _check_lists(name: str, value: Any) -> Lists:
@@ -221,15 +238,34 @@ def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> Tree
     # Traces need the key's shape only.
     key = jax.eval_shape(lambda: key_of(0))
     params = _check_model(algorithm.model, clients, key)
-    _, server, client, data = given_to_client(algorithm, clients)
+    arguments = given_to_client(algorithm, clients)
+    _, server, client, _ = arguments
+    message, after, info = _traced_update(algorithm, arguments)
+    _check_message(message)
+    _check_info(info)
+    _check_same("client_update", "the client's state", after, client, "init makes")
 
+    # The aggregate of a round has the shapes of one client's update.
+    stepped = _trace("server_update", algorithm.server_update, server, message.update)
+    _check_same("server_update", "the server's state", stepped, server, "init makes")
+    _check_personal(algorithm, params, *arguments)
+    return message.update
+
+
+def _traced_update(
+    algorithm: Algorithm, arguments: tuple[Any, Tree, Tree, ClientData]
+) -> tuple[Any, Tree, Any]:
+    """Return the shapes of message, client's state and info that `client_update` returns."""
     # A schedule in a client's optimizer shows only while `client_update` is traced.
     with restarted() as schedules:
-        returned = _trace("client_update", algorithm.client_update, key, server, client, data)
+        returned = _trace("client_update", algorithm.client_update, *arguments)
     if schedules:
         _warn_of_restarts(algorithm.name)
-    parts = ("a Message", "the client's state", "info")
-    message, after, info = _check_returned("client_update", returned, parts)
+    return _check_returned("client_update", returned, ("a Message", "the client's state", "info"))
+
+
+def _check_message(message: Any) -> None:
+    """Require a `Message` whose update has floating numbers."""
     if not isinstance(message, Message):
         raise ValueError(
             f"client_update must return a jaxfl.Message first, got {_tree_text(message)}. "
@@ -243,6 +279,10 @@ def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> Tree
                 f"client_update must return floating numbers in {where}, got {leaf.dtype}. "
                 "Convert them to float32."
             )
+
+
+def _check_info(info: Any) -> None:
+    """Require single numbers by identifiers."""
     # The engine averages each entry over the participants.
     if not isinstance(info, dict) or any(leaf.shape != () for leaf in info.values()):
         raise ValueError(
@@ -255,13 +295,6 @@ def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> Tree
             f"client_update must give info by identifiers, got {wrong[0]!r}. "
             "Use letters, digits and _ in its names."
         )
-    _check_same("client_update", "the client's state", after, client, "init makes")
-
-    # The aggregate of a round has the shapes of one client's update.
-    stepped = _trace("server_update", algorithm.server_update, server, message.update)
-    _check_same("server_update", "the server's state", stepped, server, "init makes")
-    _check_personal(algorithm, params, key, server, client, data)
-    return message.update
 
 
 def check_evaluation(algorithm: Algorithm, clients: Clients) -> tuple[Tree, Tree]:
@@ -432,10 +465,8 @@ def _check_model(model: Model, clients: Clients, key: Any) -> Tree:
             f"model must take inputs of shape {shape}, the shape of clients.inputs, got "
             f"model={model.name!r} for shape {model.input_shape}. Make the model for the clients."
         )
-    dtype = _canonical(clients.inputs.dtype)
-    subject = f"model={model.name!r} with inputs {dtype}{shape}"
-    # A batch of 1 would not show whether a network keeps the axis of examples.
-    batch = jax.ShapeDtypeStruct((2, *shape), dtype)
+    batch = _batch_of_two(clients.inputs)
+    subject = f"model={model.name!r} with inputs {batch.dtype}{shape}"
     params = _trace(f"{subject}: init", model.init, key)
     outputs = _trace(
         subject, lambda params, x: model.apply(params, model.prepare(x)), params, batch
@@ -446,15 +477,20 @@ def _check_model(model: Model, clients: Clients, key: Any) -> Tree:
             "Give each example its outputs."
         )
     check_table_rows("clients.inputs", model, clients.inputs)
+    task = check_instance("model.task", model.task, (Task,))
     labels = np.asarray(clients.labels)
-    check_instance("model.task", model.task, (Task,))
     try:
-        model.task.check(outputs, labels)
+        task.check(outputs, labels)
     except ValueError as error:
         raise ValueError(f"{subject} {error}") from None
-    batch_labels = jax.ShapeDtypeStruct((2, *labels.shape[1:]), _canonical(labels.dtype))
-    _check_task(model.task, outputs, batch_labels)
+    _check_task(task, outputs, _batch_of_two(labels))
     return params
+
+
+def _batch_of_two(examples: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape of a batch of two examples."""
+    # A batch of 1 would not show whether a network keeps the axis of examples.
+    return jax.ShapeDtypeStruct((2, *examples.shape[1:]), _canonical(examples.dtype))
 
 
 def _check_task(task: Task, outputs: Any, labels: Any) -> None:

@@ -90,28 +90,35 @@ class Checkpoints:
         with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as writer:
             writer.save(unfinished / _STATE, args=ocp.args.StandardSave(_by_name(state)))
         if first:
-            content = {
-                "fingerprint": self._fingerprint,
-                "plan": self._plan._asdict(),
-                "made": schedule._asdict(),
-                "round": rounds,
-                "files": _file_hashes(unfinished),
-            }
-            # The manifest comes last, because it holds the hashes of all other files.
-            write_json(unfinished / _MANIFEST, {"sha256": _of_json(content)} | content)
-            own = self._folder / str(rounds)
-            # A damaged checkpoint may have the name.
-            _remove(own)
-            _check_own(own)
-            # The rename is atomic, so only a complete checkpoint has a number as its name.
-            unfinished.rename(own)
-            previous = self._intact
-            if not schedule.states:
-                previous = rounds
-            # Older states go only now, after the new one has its final name.
-            for other in {*self._steps()} - {rounds, previous}:
-                _remove(self._folder / str(other))
+            self._complete(unfinished, rounds, schedule)
         self._intact = rounds
+
+    def _complete(
+        self, unfinished: pathlib.Path, rounds: int, schedule: EvaluationSchedule
+    ) -> None:
+        """Give a state its manifest and its final name, and remove older states."""
+        content = {
+            "fingerprint": self._fingerprint,
+            "plan": self._plan._asdict(),
+            "made": schedule._asdict(),
+            "round": rounds,
+            "files": _file_hashes(unfinished),
+        }
+        # The manifest comes last, because it holds the hashes of all other files.
+        write_json(unfinished / _MANIFEST, {"sha256": _of_json(content)} | content)
+        own = self._folder / str(rounds)
+        # A damaged checkpoint may have the name.
+        _remove(own)
+        _check_own(own)
+        # The rename is atomic, so only a complete checkpoint has a number as its name.
+        unfinished.rename(own)
+        previous = self._intact
+        # A state without client states is the last one, and needs no earlier one in reserve.
+        if not schedule.states:
+            previous = rounds
+        # Older states go only now, after the new one has its final name.
+        for other in {*self._steps()} - {rounds, previous}:
+            _remove(self._folder / str(other))
 
     def _start(self) -> int:
         """Make an empty folder for an unfinished state, and return the number of its attempt."""
@@ -227,53 +234,71 @@ class Checkpoints:
             DamagedError: A file is missing or damaged.
             ValueError: The state belongs to another run, or lacks the client states.
         """
-        folder = self._folder / str(rounds)
         schedule = self._plan
         problem = None
         try:
-            content = _manifest(folder, self._fingerprint.get("format"))
-            if content["round"] != rounds:
-                raise DamagedError(f"it was made after round {content['round']}")
-            planned = EvaluationSchedule(**content["plan"])
-            schedule = EvaluationSchedule(**content["made"])
-            extends = planned.rounds < self._plan.rounds
-            stored = content["fingerprint"]
-            current = self._fingerprint
-            # Rounds and evaluations count as facts unless this call extends the run.
-            if not extends:
-                stored = stored | _lengths(planned)
-                current = current | _lengths(self._plan)
-            if differing := "; ".join(differences(stored, current)):
-                raise ValueError(
-                    f"folder must be free or hold this run, got {self._run!r}, which holds another "
-                    f"run. What differs: {differing}. "
-                    f"{_resumable(stored, current) or _FOLDER_REMEDY}."
-                )
-            if not schedule.states and (extends or self._plan.states):
-                raise ValueError(
-                    f"folder must hold client states, got {self._run!r}, whose run of {rounds} "
-                    "rounds did not keep them. Set keep_states=False and the same rounds to read "
-                    f"it. {_FOLDER_REMEDY}."
-                )
-            if jax.process_index() == 0:
-                _check_files(folder, content["files"])
+            schedule = self._check_state(rounds)
         except DamagedError as error:
             problem = error
         # Only process 0 checks the files, and all processes must reject a state together.
         if processes.maximum(problem is not None)[0]:
             raise problem or DamagedError("see the error on process 0")
-        like = shapes(schedule)
-        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, _by_name(like))
-        try:
-            with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
-                state = reader.restore(folder / _STATE, args=ocp.args.StandardRestore(target))
-        except Exception as error:
-            # The fingerprint does not cover Orbax, another version of which may raise anything.
-            cause = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-            raise DamagedError(f"it cannot be read ({cause})") from error
-        # The stored dict is flat, so the structure comes from the blank state.
-        leaves = [state[name] for name in _by_name(like)]
-        return jax.tree.unflatten(jax.tree.structure(like), leaves), schedule
+        return _stored(self._folder / str(rounds) / _STATE, shapes(schedule)), schedule
+
+    def _check_state(self, rounds: int) -> EvaluationSchedule:
+        """Require an intact state of this run, and return the plan by which the run made it.
+
+        Raises:
+            DamagedError: A file is missing or damaged.
+            ValueError: The state belongs to another run, or lacks the client states.
+        """
+        folder = self._folder / str(rounds)
+        content = _manifest(folder, self._fingerprint.get("format"))
+        if content["round"] != rounds:
+            raise DamagedError(f"it was made after round {content['round']}")
+        planned = EvaluationSchedule(**content["plan"])
+        schedule = EvaluationSchedule(**content["made"])
+        extends = planned.rounds < self._plan.rounds
+        stored = content["fingerprint"]
+        current = self._fingerprint
+        # Rounds and evaluations count as facts unless this call extends the run.
+        if not extends:
+            stored = stored | _lengths(planned)
+            current = current | _lengths(self._plan)
+        self._check_facts(stored, current)
+        if not schedule.states and (extends or self._plan.states):
+            raise ValueError(
+                f"folder must hold client states, got {self._run!r}, whose run of {rounds} "
+                "rounds did not keep them. Set keep_states=False and the same rounds to read "
+                f"it. {_FOLDER_REMEDY}."
+            )
+        if jax.process_index() == 0:
+            _check_files(folder, content["files"])
+        return schedule
+
+    def _check_facts(self, stored: Facts, current: Facts) -> None:
+        """Require that a state has the facts of this run."""
+        if differing := "; ".join(differences(stored, current)):
+            raise ValueError(
+                f"folder must be free or hold this run, got {self._run!r}, which holds another "
+                f"run. What differs: {differing}. "
+                f"{_resumable(stored, current) or _FOLDER_REMEDY}."
+            )
+
+
+def _stored(path: pathlib.Path, like: Tree) -> Tree:
+    """Return the state at a path, with the structure, shapes and devices of `like`."""
+    target = jax.tree.map(ocp.utils.to_shape_dtype_struct, _by_name(like))
+    try:
+        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
+            state = reader.restore(path, args=ocp.args.StandardRestore(target))
+    except Exception as error:
+        # The fingerprint does not cover Orbax, another version of which may raise anything.
+        cause = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        raise DamagedError(f"it cannot be read ({cause})") from error
+    # The stored dict is flat, so the structure comes from the blank state.
+    leaves = [state[name] for name in _by_name(like)]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def _lengths(plan: EvaluationSchedule) -> Facts:

@@ -26,7 +26,14 @@ from jaxfl.report.comparison import ALL_DROPPED, Comparison, Row
 from jaxfl.report.layout import COMPARISON
 from jaxfl.report.page import write_report
 from jaxfl.run.bars import SharedBar, shared_bar
-from jaxfl.run.candidate_runs import CandidateRuns, Split, common_task, prepared_runs
+from jaxfl.run.candidate_runs import (
+    CandidateRuns,
+    Finished,
+    Split,
+    Training,
+    common_task,
+    prepared_runs,
+)
 from jaxfl.run.candidates import Candidate, check_methods
 from jaxfl.run.check import check_clients
 from jaxfl.run.flags import under_own_flags
@@ -163,11 +170,7 @@ def compare(
             cannot be built or run, or no example is held out to choose a point.
         TypeError: An argument, or a point, has the wrong type.
     """
-    if tuning_seed in seeds:
-        raise ValueError(
-            f"tuning_seed must not be among seeds={show(seeds)}, got {tuning_seed}. "
-            "Give other seeds, or another tuning_seed."
-        )
+    _check_tuning_seed(tuning_seed, seeds)
     root: pathlib.Path | None = None
     if folder is not None:
         root = pathlib.Path(folder)
@@ -184,21 +187,8 @@ def compare(
         of_method.check_newcomers(population.newcomers)
     if any(one.tuned for one in runs):
         _check_validated(population.held_out, validation)
-    # The bar needs the work of all methods before the first of them runs.
-    work = sum(
-        one.work(population.held_out.num_clients, population.by_seed.values(), len(epsilons))
-        for one in runs
-    )
     shown = options.get("progress", True) and jax.process_index() == 0
-    public = options.get("report") == "public"
-    tables = _Tables([], [], [])
-    with shared_bar("compare", work, shown) as bar:
-        # An epsilon may be out of reach, which must show before the first round of any method.
-        for of_method in runs:
-            bar.say(f"{of_method.name}: calibrating")
-            of_method.calibrate({one.num_clients for one in population.trained}, epsilons)
-        for of_method in runs:
-            _compare_method(of_method, population, tuning_seed, bar, public, tables)
+    tables = _compared(runs, population, epsilons, tuning_seed, shown)
     comparison = Comparison(
         rows=tables.rows,
         tuning=tables.tuning,
@@ -211,6 +201,15 @@ def compare(
         comparison.save(root / COMPARISON)
         write_report(root)
     return comparison
+
+
+def _check_tuning_seed(tuning_seed: int, seeds: Sequence[int]) -> None:
+    """Require a seed of the tuning that is none of the final runs' seeds."""
+    if tuning_seed in seeds:
+        raise ValueError(
+            f"tuning_seed must not be among seeds={show(seeds)}, got {tuning_seed}. "
+            "Give other seeds, or another tuning_seed."
+        )
 
 
 class _Population(NamedTuple):
@@ -309,62 +308,6 @@ def _protocol(
     )
 
 
-def _compare_method(
-    runs: CandidateRuns,
-    population: _Population,
-    tuning_seed: int,
-    bar: SharedBar,
-    public: bool,
-    tables: _Tables,
-) -> None:
-    """Tune a method, run the best point of each epsilon over all seeds, and add the rows.
-
-    Args:
-        runs: Runs of the method.
-        population: Clients of the comparison.
-        tuning_seed: Seed of the tuning.
-        bar: Progress bar of the comparison.
-        public: Whether the report is public.
-        tables: Tables that get the rows.
-    """
-    named = {"method": runs.name}
-    choices = _tuned(runs, population.held_out, tuning_seed, bar, public)
-    tables.tuning.extend(named | choice.row for choice in choices)
-    tables.missing.extend(named | lost for choice in choices for lost in choice.missing)
-    chosen = [(choice, choice.index) for choice in choices if choice.index is not None]
-    rounds = 0
-    if chosen:
-        # Choices differ in rounds only if nothing is sent, and then there is a single one.
-        rounds = chosen[0][0].rounds
-    for seed, (participants, newcomers) in population.by_seed.items():
-        # Seeds may differ in their numbers of participants, and each number has its own noise.
-        levels = runs.levels[participants.num_clients]
-        points = [runs.point(index, levels[choice.epsilon]) for choice, index in chosen]
-        # The plan had a run of all rounds for each epsilon.
-        planned = runs.work_of_seed(participants, newcomers, runs.rounds, len(levels))
-        bar.skip(planned - runs.work_of_seed(participants, newcomers, rounds, len(chosen)))
-        results = runs.final(bar, points, participants, newcomers, seed, rounds)
-        for (choice, _), (result, folder) in zip(chosen, results, strict=True):
-            cell = named | {"epsilon": choice.epsilon}
-            of_run = {"seed": seed, "chosen": choice.row["chosen"]}
-            if result is None:
-                tables.missing.append(cell | of_run | {"reason": _NO_MEMORY})
-                continue
-            row = cell | {"stated": _stated_epsilon(result.statement)} | of_run
-            tables.rows.append(row | _row_of(result, folder, public))
-
-
-def _row_of(result: Result, folder: str, public: bool) -> Row:
-    """Return a final run's columns: its last metrics, `dropped` and, with a folder, `run`."""
-    row = dict(result.metrics[-1])
-    # The epsilon of the metrics would replace the target.
-    row.pop("epsilon", None)
-    row |= _share_dropped(result, public)
-    if not folder:
-        return row
-    return row | {"run": folder}
-
-
 class _Choice(NamedTuple):
     """Choice of the tuning at an epsilon."""
 
@@ -379,9 +322,95 @@ class _Choice(NamedTuple):
     """Rows of the tuning's runs in `Comparison.missing`."""
 
 
-def _tuned(
-    runs: CandidateRuns, clients: Clients, seed: int, bar: SharedBar, public: bool
-) -> list[_Choice]:
+def _compared(
+    runs: Sequence[CandidateRuns],
+    population: _Population,
+    epsilons: Sequence[float],
+    tuning_seed: int,
+    shown: bool,
+) -> _Tables:
+    """Compare all methods behind one bar, and return the tables."""
+    # The bar needs the work of all methods before the first of them runs.
+    work = sum(
+        one.work(population.held_out.num_clients, population.by_seed.values(), len(epsilons))
+        for one in runs
+    )
+    tables = _Tables([], [], [])
+    with shared_bar("compare", work, shown) as bar:
+        # An epsilon may be out of reach, which must show before the first round of any method.
+        for of_method in runs:
+            bar.say(f"{of_method.name}: calibrating")
+            of_method.calibrate({one.num_clients for one in population.trained}, epsilons)
+        for of_method in runs:
+            _compare_method(of_method, population, tuning_seed, bar, tables)
+    return tables
+
+
+def _compare_method(
+    runs: CandidateRuns,
+    population: _Population,
+    tuning_seed: int,
+    bar: SharedBar,
+    tables: _Tables,
+) -> None:
+    """Tune a method, run the best point of each epsilon over all seeds, and add the rows.
+
+    Args:
+        runs: Runs of the method.
+        population: Clients of the comparison.
+        tuning_seed: Seed of the tuning.
+        bar: Progress bar of the comparison.
+        tables: Tables that get the rows.
+    """
+    named = {"method": runs.name}
+    choices = _tuned(runs, population.held_out, tuning_seed, bar)
+    tables.tuning.extend(named | choice.row for choice in choices)
+    tables.missing.extend(named | lost for choice in choices for lost in choice.missing)
+    chosen = [choice for choice in choices if choice.index is not None]
+    for seed, parts in population.by_seed.items():
+        results = _final_runs(runs, chosen, parts, seed, bar)
+        for choice, (result, folder) in zip(chosen, results, strict=True):
+            cell = named | {"epsilon": choice.epsilon}
+            of_run = {"seed": seed, "chosen": choice.row["chosen"]}
+            if result is None:
+                tables.missing.append(cell | of_run | {"reason": _NO_MEMORY})
+                continue
+            row = cell | {"stated": _stated_epsilon(result.statement)} | of_run
+            tables.rows.append(row | _row_of(result, folder, runs.public))
+
+
+def _final_runs(
+    runs: CandidateRuns, chosen: Sequence[_Choice], parts: Split, seed: int, bar: SharedBar
+) -> list[Finished]:
+    """Run the chosen points of all epsilons with one seed, and return results and folders."""
+    participants, newcomers = parts
+    # Choices differ in rounds only if nothing is sent, and then there is a single one.
+    rounds = next((choice.rounds for choice in chosen), 0)
+    # Seeds may differ in their numbers of participants, and each number has its own noise.
+    levels = runs.levels[participants.num_clients]
+    points = [
+        runs.point(choice.index, levels[choice.epsilon])
+        for choice in chosen
+        if choice.index is not None
+    ]
+    # The plan had a run of all rounds for each epsilon.
+    planned = runs.work_of_seed(*parts, runs.rounds, len(levels))
+    bar.skip(planned - runs.work_of_seed(*parts, rounds, len(points)))
+    return runs.final(bar, points, Training(participants, seed, rounds, newcomers=newcomers))
+
+
+def _row_of(result: Result, folder: str, public: bool) -> Row:
+    """Return a final run's columns: its last metrics, `dropped` and, with a folder, `run`."""
+    row = dict(result.metrics[-1])
+    # The epsilon of the metrics would replace the target.
+    row.pop("epsilon", None)
+    row |= _share_dropped(result, public)
+    if not folder:
+        return row
+    return row | {"run": folder}
+
+
+def _tuned(runs: CandidateRuns, clients: Clients, seed: int, bar: SharedBar) -> list[_Choice]:
     """Return the choice of the best point at each epsilon, with the scores of all points.
 
     A method that sends nothing also has a best round, because rounds cost it no privacy.
@@ -391,37 +420,68 @@ def _tuned(
         clients: Clients whose test examples score the points.
         seed: Seed of the tuning.
         bar: Progress bar of the comparison.
-        public: Whether the report is public.
     """
-    rounds = runs.rounds
     levels = runs.levels[clients.num_clients]
-    num_points = runs.method.num_points
     if not runs.tuned:
-        only = {"chosen": runs.shown(0), "rounds": rounds, "points": runs.columns, "scores": {}}
-        return [_Choice(epsilon, 0, rounds, {"epsilon": epsilon} | only, []) for epsilon in levels]
+        return [_only_choice(runs, epsilon) for epsilon in levels]
+    rounds = runs.rounds
+    num_points = runs.method.num_points
     # The points of all epsilons share programs. Those of one epsilon follow one another.
     points = [runs.point(index, level) for level in levels.values() for index in range(num_points)]
-    # Only the last round may be chosen if rounds cost privacy.
+    # Rounds that cost privacy are scored only once, after the last of them.
     every = rounds
-    first = -1
     if runs.sends_nothing:
         every = math.ceil(rounds / _TUNING_EVALUATIONS)
-        first = 0
-    found = runs.run(bar, points, clients, seed, "tuning", rounds, every)
+    found = runs.run(bar, points, "tuning", Training(clients, seed, rounds, every))
     results = [result for result, _ in found]
+    numbers, scores = _scores_by_round(runs, results)
+    choices = []
+    for level, epsilon in enumerate(levels):
+        own = slice(level * num_points, (level + 1) * num_points)
+        choices.append(_best_point(runs, epsilon, results[own], scores[own], numbers))
+    return choices
+
+
+def _only_choice(runs: CandidateRuns, epsilon: float) -> _Choice:
+    """Return the choice of the first point after all rounds, without any tuning."""
+    rounds = runs.rounds
+    return _Choice(epsilon, 0, rounds, _row_of_point(runs, epsilon, 0, rounds, {}), [])
+
+
+def _row_of_point(
+    runs: CandidateRuns,
+    epsilon: float,
+    index: int,
+    rounds: int,
+    scores: Mapping[str, Sequence[float]],
+) -> Row:
+    """Return the row of a chosen point in `Comparison.tuning`, with the scores of all points."""
+    return {
+        "epsilon": epsilon,
+        "chosen": runs.shown(index),
+        "rounds": rounds,
+        "points": runs.columns,
+        "scores": scores,
+    }
+
+
+def _scores_by_round(
+    runs: CandidateRuns, results: Sequence[Result | None]
+) -> tuple[list[int], np.ndarray]:
+    """Return the numbers of rounds that may be chosen, and the scores [points, rounds] there."""
+    # Only the last round may be chosen if rounds cost privacy.
+    first = -1
+    if runs.sends_nothing:
+        first = 0
     tables = [[] if result is None else result.metrics[first:] for result in results]
     # A point that did not fit in memory has no rows, and all others have the same rounds.
-    numbers = [int(row["round"]) for row in max(tables, key=len)] or [rounds]
+    numbers = [int(row["round"]) for row in max(tables, key=len)] or [runs.rounds]
     # Without rows, the scores of a point stay NaN, so that it is never chosen.
     scores = np.full((len(results), len(numbers)), np.nan)
     headline = runs.algorithm.model.task.headline
     for own, rows in zip(scores, tables, strict=True):
         own[: len(rows)] = [row[headline] for row in rows]
-    choices = []
-    for level, epsilon in enumerate(levels):
-        own = slice(level * num_points, (level + 1) * num_points)
-        choices.append(_best_point(runs, epsilon, results[own], scores[own], numbers, public))
-    return choices
+    return numbers, scores
 
 
 def _best_point(
@@ -430,7 +490,6 @@ def _best_point(
     results: Sequence[Result | None],
     scores: np.ndarray,
     rounds: Sequence[int],
-    public: bool,
 ) -> _Choice:
     """Return the choice of the point with the best score at an epsilon.
 
@@ -440,40 +499,49 @@ def _best_point(
         results: Result of each point. None stands for a point that does not fit in memory.
         scores: Scores [points, rounds].
         rounds: Numbers of rounds after which the points are scored.
-        public: Whether the report is public.
     """
-    task = runs.algorithm.model.task
-    sign = 1
-    if task.lower_is_better:
-        sign = -1
     dropped = np.array([0.0 if result is None else result.dropped for result in results])
     allowed = np.isfinite(scores) & (dropped < 1)[:, None]
-    utility = np.where(allowed, sign * scores, -np.inf)
-    # Ties go to the first point, and then to its earliest round.
-    best, at = (int(place) for place in np.unravel_index(np.argmax(utility), scores.shape))
-    lost = [index for index, result in enumerate(results) if result is None]
+    best, at = _place_of_best(scores, allowed, runs.algorithm.model.task.lower_is_better)
     blank = {"epsilon": epsilon, "seed": None}
-    missing = [blank | {"chosen": runs.shown(p), "reason": _NO_MEMORY} for p in lost]
-    row: Row = {
-        "epsilon": epsilon,
-        "chosen": runs.shown(best),
-        "rounds": rounds[at],
-        "points": runs.columns,
-        "scores": dict(zip(map(str, rounds), scores.T.tolist(), strict=True)),
-    }
-    if dropped.any() and not public:
+    missing = [
+        blank | {"chosen": runs.shown(index), "reason": _NO_MEMORY}
+        for index, result in enumerate(results)
+        if result is None
+    ]
+    by_round = dict(zip(map(str, rounds), scores.T.tolist(), strict=True))
+    row = _row_of_point(runs, epsilon, best, rounds[at], by_round)
+    if dropped.any() and not runs.public:
         row["dropped"] = dropped.tolist()
     if allowed.any():
         return _Choice(epsilon, best, rounds[at], row, missing)
-    reason = _NO_SCORE
-    if lost:
-        reason = _NO_MEMORY
-    # A point may have a score although all its updates were dropped, so this reason comes first.
-    if (dropped == 1).any():
-        reason = ALL_DROPPED
+    reason = _why_none(results)
     _LOG.warning("methods[%r] at epsilon=%g has no point to choose: %s", runs.name, epsilon, reason)
     missing.append(blank | {"chosen": {}, "reason": reason})
     return _Choice(epsilon, None, rounds[at], row | {"chosen": {}}, missing)
+
+
+def _place_of_best(
+    scores: np.ndarray, allowed: np.ndarray, lower_is_better: bool
+) -> tuple[int, int]:
+    """Return the positions of the best allowed score among the scores [points, rounds]."""
+    sign = 1
+    if lower_is_better:
+        sign = -1
+    utility = np.where(allowed, sign * scores, -np.inf)
+    # Ties go to the first point, and then to its earliest round.
+    best, at = np.unravel_index(np.argmax(utility), scores.shape)
+    return int(best), int(at)
+
+
+def _why_none(results: Sequence[Result | None]) -> str:
+    """Return the reason why none of the points may be chosen."""
+    # A point may have a score although all its updates were dropped, so this reason comes first.
+    if any(result is not None and result.dropped == 1 for result in results):
+        return ALL_DROPPED
+    if any(result is None for result in results):
+        return _NO_MEMORY
+    return _NO_SCORE
 
 
 def _share_dropped(result: Result, public: bool) -> Row:

@@ -5,6 +5,7 @@ the cohorts of a finished run.
 """
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from jaxfl._support.checks import (
     at_least_0,
@@ -27,11 +28,13 @@ from jaxfl._support.checks import (
     key_of,
     show,
 )
+from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.mechanisms.gaussian import Participant
 from jaxfl.report import plots
 from jaxfl.run.check import check_clients, given_to_client
 from jaxfl.run.flags import under_own_flags
 from jaxfl.run.recorder import Result
+from jaxfl.run.trained import Origin
 from jaxfl.types import Algorithm, Clients, Message, Tree
 
 _SLICES = ("dynamic_slice", "gather", "slice")
@@ -120,20 +123,8 @@ def _bits_sent(algorithm: Algorithm, message: Message, clients: int) -> float | 
         clients: Number of all clients.
     """
     mechanism = algorithm.mechanism
-
-    def contribution(message: Message) -> Tree:
-        # Only shapes matter, so key, sender and scale may be any.
-        key = key_of(0)
-        memory = mechanism.init(key, lambda: message.update, clients)
-        one = jnp.ones(())
-        sender = Participant(jnp.int32(0), one)
-        own_contribution = mechanism.contribute(key, memory, sender, message, one)
-        bound = mechanism.contribution_bound(memory)
-        return mechanism.representation.in_units(
-            own_contribution.update, own_contribution.norm, bound, one
-        ), own_contribution.row
-
-    dense = _size(jax.eval_shape(contribution, message))
+    summed = functools.partial(_summed, mechanism=mechanism, clients=clients)
+    dense = _size(jax.eval_shape(summed, message))
     bits = mechanism.coordinate_bits
     sparse = algorithm.sparse
     if sparse is None or not mechanism.sparse:
@@ -145,6 +136,18 @@ def _bits_sent(algorithm: Algorithm, message: Message, clients: int) -> float | 
     if sparse.public:
         bitmap = 0
     return min(dense * bits, off_zero * bits + bitmap)
+
+
+def _summed(message: Message, mechanism: Mechanism, clients: int) -> Tree:
+    """Return what enters the sums over clients when one of them sends the message."""
+    # Only shapes matter, so key, sender and scale may be any.
+    key = key_of(0)
+    memory = mechanism.init(key, lambda: message.update, clients)
+    one = jnp.ones(())
+    sender = Participant(jnp.int32(0), one)
+    own = mechanism.contribute(key, memory, sender, message, one)
+    bound = mechanism.contribution_bound(memory)
+    return mechanism.representation.in_units(own.update, own.norm, bound, one), own.row
 
 
 def _size(tree: Tree) -> int:
@@ -307,27 +310,35 @@ def deployment_cost(
     present = np.asarray(result.ledger.participants, bool)
     updates = np.cumsum(present.sum(axis=1))
     broadcasts = np.cumsum(algorithm.mechanism.sampling.drawn_of(present))
-    seconds = None
-    if period is not None:
-        seconds = period * np.arange(1, len(present) + 1)
-    elif clock is not None:
-        # A client that does not take part delays nobody.
-        slowest = np.where(present, clock.seconds(algorithm, clients), 0.0).max(axis=1)
-        seconds = np.cumsum(slowest)
+    ends = _ends_of_rounds(result.origin, present, clock, period)
+    served = clients.num_clients * sent.served
     rows = []
     for row in result.metrics:
         # Rounds count from 1, and entries of the cumulative sums from 0.
         last = int(row["round"]) - 1
         broadcast = round(broadcasts[last] * sent.down)
-        served = clients.num_clients * sent.served
         cost: dict[str, float | int] = {
             "total_up": int(updates[last]) * sent.up,
             "total_down": broadcast + served,
         }
-        if seconds is not None:
-            cost["hours"] = float(seconds[last]) / 3600
+        if ends is not None:
+            cost["hours"] = float(ends[last]) / 3600
         rows.append(row | cost)
     return rows
+
+
+def _ends_of_rounds(
+    origin: Origin, present: Bool[np.ndarray, "T C"], clock: Clock | None, period: float | None
+) -> Float[np.ndarray, "T"] | None:
+    """Return the seconds until the end of each round, or None without a clock or a period."""
+    # A server that waits for nobody ends its rounds at fixed times.
+    if period is not None:
+        return period * np.arange(1, len(present) + 1)
+    if clock is None:
+        return None
+    # A client that does not take part delays nobody.
+    seconds = np.where(present, clock.seconds(origin.algorithm, origin.clients), 0.0)
+    return np.cumsum(seconds.max(axis=1))
 
 
 def _check_costs(name: str, value: Any) -> dict[str, Sequence[Mapping[str, float | int]]]:

@@ -16,7 +16,7 @@ from jaxfl.data.clients import check_data
 from jaxfl.data.load import Dataset
 from jaxfl.engine.chunk import halved
 from jaxfl.engine.evaluate import PerClient, compile_evaluation, summarize
-from jaxfl.engine.mesh import everywhere, mesh_of, place
+from jaxfl.engine.mesh import Population, everywhere, mesh_of, place
 from jaxfl.engine.program import Points, compile_states, freeze
 from jaxfl.models.trained import TrainedModel
 from jaxfl.privacy.mechanisms import Mechanism
@@ -266,6 +266,30 @@ def _reaches_all_processes(clients: Clients, devices: list[jax.Device] | None) -
     return processes(used) == processes(devices or jax.devices())
 
 
+def _placed(
+    method: Algorithm | Points,
+    clients: Clients,
+    devices: list[jax.Device] | None,
+    frozen: Tree,
+) -> Population:
+    """Return the clients on their devices, with the frozen weights, or by default the model's."""
+    if _reaches_all_processes(clients, devices):
+        population = freeze(method, place(clients, devices))
+    else:
+        # Each process then computes all scores.
+        population = on_one_device(method, clients, devices)
+    if frozen is None:
+        return population
+    return population._replace(frozen=everywhere(population.mesh, frozen))
+
+
+def _keys_after(rounds: int, key: Key[Array, ""]) -> tuple[Key[Array, ""], Key[Array, ""]]:
+    """Return a run's keys of its first states, and of its evaluation after some rounds."""
+    # A run derives the key of its last evaluation in the same way.
+    init_key, _, eval_key = jax.random.split(key, 3)
+    return init_key, jax.random.fold_in(eval_key, rounds)
+
+
 def scores_of(
     key: Key[Array, "*P"],
     method: Algorithm | Points,
@@ -297,23 +321,11 @@ def scores_of(
     Returns:
         Scores [C] by name, with a leading axis P for points.
     """
-    if _reaches_all_processes(clients, devices):
-        population = freeze(method, place(clients, devices))
-    else:
-        # Each process then computes all scores.
-        population = on_one_device(method, clients, devices)
-    if frozen is not None:
-        population = population._replace(frozen=everywhere(population.mesh, frozen))
-
-    def keys_of(key: Key[Array, ""]) -> tuple[Key[Array, ""], Key[Array, ""]]:
-        # A run derives the key of its last evaluation in the same way.
-        init_key, _, eval_key = jax.random.split(key, 3)
-        return init_key, jax.random.fold_in(eval_key, rounds)
-
-    each: Callable[..., Any] = keys_of
+    population = _placed(method, clients, devices, frozen)
+    keys_of: Callable[..., Any] = functools.partial(_keys_after, rounds)
     if isinstance(method, Points):
-        each = jax.vmap(keys_of)
-    init_key, eval_key = each(key)
+        keys_of = jax.vmap(keys_of)
+    init_key, eval_key = keys_of(key)
     own = compile_states(method, population)(init_key, states)
     # The server's state may lie on other devices than the clients do here.
     shared = everywhere(population.mesh, jax.device_get(server))

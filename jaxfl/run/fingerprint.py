@@ -151,11 +151,7 @@ def of_value(name: str, value: Any) -> Facts:
     The codes are `name.field`, and a hash stands for an array of more than 16 entries. Functions
     have no facts, because they are part of the programs.
     """
-    fields = None
-    if dataclasses.is_dataclass(value):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    elif hasattr(value, "_asdict"):
-        fields = value._asdict()
+    fields = _fields_of(value)
     if fields is not None:
         facts: Facts = {name: type(value).__name__}
         for field, part in fields.items():
@@ -171,6 +167,15 @@ def of_value(name: str, value: Any) -> Facts:
     if array.size > _LONG:
         return {name: {"sha256": _of_array(array)}}
     return {name: array.tolist()}
+
+
+def _fields_of(value: Any) -> dict[str, Any] | None:
+    """Return the fields of a dataclass or of a NamedTuple by name, or None for other values."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if hasattr(value, "_asdict"):
+        return value._asdict()
+    return None
 
 
 def of_versions(mesh: Mesh) -> Facts:
@@ -304,13 +309,7 @@ def _of_jaxpr(jaxpr: Any, consts: Any, parts: dict[str, Any] | None) -> str:
         parts: Hashes by name, which are updated with the named parts and the constants. None hashes
             the program as one part, with its constants.
     """
-    # Constants count by their values, and those of a whole run in a hash of their own.
-    constants = {}
-    for var, value in zip(jaxpr.constvars, consts, strict=True):
-        if parts is None:
-            constants[var] = _of_value(value, None)
-        else:
-            parts.setdefault(_CONSTANTS, hashlib.sha256()).update(_of_value(value, None).encode())
+    constants = _constants_of(jaxpr, consts, parts)
     numbers: dict[str | None, dict[Any, int]] = {}
     rest = hashlib.sha256()
 
@@ -343,6 +342,19 @@ def _of_jaxpr(jaxpr: Any, consts: Any, parts: dict[str, Any] | None) -> str:
         line(part, eqn.primitive.name, params, *inputs, "->", *outputs)
     line(None, *(name(None, var) for var in jaxpr.outvars))
     return rest.hexdigest()
+
+
+def _constants_of(jaxpr: Any, consts: Any, parts: dict[str, Any] | None) -> dict[Any, str]:
+    """Return the texts of a program's constants by variable, or add the texts to `parts`."""
+    # Constants count by their values, and those of a whole run in a hash of their own.
+    texts = {}
+    for var, value in zip(jaxpr.constvars, consts, strict=True):
+        text = _of_value(value, None)
+        if parts is None:
+            texts[var] = text
+        else:
+            parts.setdefault(_CONSTANTS, hashlib.sha256()).update(text.encode())
+    return texts
 
 
 def _part(eqn: Any) -> str | None:

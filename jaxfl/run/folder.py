@@ -43,15 +43,7 @@ def run_folder(root: str | os.PathLike, method: str, config: Any, seed: int) -> 
         ValueError: The method's name is not the name of a folder, the seed is not an integer, or a
             value has another type.
     """
-    named = isinstance(method, str) and method not in ("", ".", "..")
-    if not named or re.search(r"[/\\\x00-\x1f]", method):
-        raise ValueError(
-            f"method must be the name of a folder, got {method!r}. Leave out slashes and control "
-            "characters."
-        )
-    # True would pass as the seed 1.
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
-        raise ValueError(f"seed must be a whole number, got {seed!r}. Give for instance 0.")
+    _check_run_name(method, seed)
     if dataclasses.is_dataclass(config):
         config = dataclasses.asdict(config)
     values = dict(config)
@@ -65,6 +57,19 @@ def run_folder(root: str | os.PathLike, method: str, config: Any, seed: int) -> 
     if jax.process_index() == 0 and os.access(folder, os.W_OK):
         write_json(folder / CONFIG, json.loads(text) | {"seed": int(seed)})
     return folder
+
+
+def _check_run_name(method: Any, seed: Any) -> None:
+    """Require that a method is the name of a folder, and that a seed is a whole number."""
+    named = isinstance(method, str) and method not in ("", ".", "..")
+    if not named or re.search(r"[/\\\x00-\x1f]", method):
+        raise ValueError(
+            f"method must be the name of a folder, got {method!r}. Leave out slashes and control "
+            "characters."
+        )
+    # True would pass as the seed 1.
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+        raise ValueError(f"seed must be a whole number, got {seed!r}. Give for instance 0.")
 
 
 def check_names(folder: pathlib.Path, runs: Sequence[pathlib.Path]) -> None:

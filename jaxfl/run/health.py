@@ -33,6 +33,9 @@ _Flat: TypeAlias = np.ndarray | None
 _FEW = 50
 """Number of weights below which a step's direction says nothing, because it may be chance."""
 
+_AT_ONCE = 4096
+"""Number of examples, or of clients, that are read at a time."""
+
 _NEAR = 0.5, 2.0
 """Range of an update's norm, over the norm of the weights, in which the update may be weights."""
 
@@ -103,21 +106,6 @@ class Watch:
         mask = np.logical_or.reduce(lost)
         if not mask.any():
             return
-        # Bad examples explain the NaN of their owners, and divergence explains the rest.
-        broken = np.logical_or(*self.broken_data)
-        data = mask & broken
-        others = mask & ~broken
-        causes = []
-        if data.any():
-            causes.append(f"NaN or infinite examples{self._names(data)}: clean them")
-        if others.any():
-            if others.sum() == tested.sum():
-                models = "the shared model has"
-            elif causes:
-                models = "the others' models have"
-            else:
-                models = "their models have"
-            causes.append(f"{models} diverged: {remedy(self.algorithms, self.clients)}")
         who = f"{mask.sum()} of {tested.sum()} tested clients{self._names(mask)}"
         if len(lost) > 1:
             points = sum(nan.any() for nan in lost)
@@ -129,7 +117,26 @@ class Watch:
         if task.lower_is_better:
             effect = "so that means are NaN"
         text = f"{who} have no finite scores after round {done}, {effect}"
-        self._warn("scores", f"{text}; {'; '.join(causes)}")
+        self._warn("scores", f"{text}; {self._causes_of_nan(mask, tested.sum())}")
+
+    def _causes_of_nan(self, lost: Bool[np.ndarray, "C"], num_tested: int) -> str:
+        """Return the causes of scores that are not finite, with the remedies, as text."""
+        # Bad examples explain the NaN of their owners, and divergence explains the rest.
+        broken = np.logical_or(*self.broken_data)
+        data = lost & broken
+        others = lost & ~broken
+        causes = []
+        if data.any():
+            causes.append(f"NaN or infinite examples{self._names(data)}: clean them")
+        if others.any():
+            if others.sum() == num_tested:
+                models = "the shared model has"
+            elif causes:
+                models = "the others' models have"
+            else:
+                models = "their models have"
+            causes.append(f"{models} diverged: {remedy(self.algorithms, self.clients)}")
+        return "; ".join(causes)
 
     def sent(
         self, weights: Sequence[_Flat], after: Sequence[_Flat], lengths: Sequence[float]
@@ -181,28 +188,13 @@ class Watch:
     def broken_data(self) -> tuple[Bool[np.ndarray, "C"], Bool[np.ndarray, "C"]]:
         """Masks of the clients with training examples, or test examples, that are not finite."""
         clients = self.clients
-        nobody = np.zeros(clients.num_clients, bool)
         # Whole numbers are always finite.
         if not np.issubdtype(clients.inputs.dtype, np.inexact):
+            nobody = np.zeros(clients.num_clients, bool)
             return nobody, nobody
-        # The store and the clients' rows may be files that are larger than memory.
-        axes = tuple(range(1, clients.inputs.ndim))
-        starts = range(0, len(clients.inputs), 4096)
-        bad = np.concatenate(
-            [~np.isfinite(clients.inputs[i : i + 4096]).all(axis=axes) for i in starts]
-        )
-
-        def owners(lists: Lists, sizes: Int[Array | np.ndarray, "C"]) -> Bool[np.ndarray, "C"]:
-            owns = nobody.copy()
-            if not bad.any():
-                return owns
-            for i in range(0, len(lists), 4096):
-                size = np.asarray(sizes[i : i + 4096])
-                broken = bad[rows_of(lists, size, slice(i, i + 4096))]
-                owns[i + np.repeat(np.arange(len(size)), size)[broken]] = True
-            return owns
-
-        return owners(clients.train, clients.train_size), owners(clients.test, clients.test_size)
+        bad = _nonfinite(clients.inputs)
+        train = _clients_with(bad, clients.train, clients.train_size)
+        return train, _clients_with(bad, clients.test, clients.test_size)
 
     def _stuck(self, records: Records, recent: Records, done: int) -> bool:
         """Return whether all recent updates were dropped, and no later update can be finite.
@@ -265,6 +257,30 @@ class Watch:
         if topic not in self.warned and jax.process_index() == 0:
             _LOG.warning("%s: %s", self.name, text)
         self.warned.add(topic)
+
+
+def _nonfinite(inputs: Any) -> Bool[np.ndarray, "N"]:
+    """Return the mask of the examples that are not finite."""
+    axes = tuple(range(1, inputs.ndim))
+    # The store may be a file that is larger than memory.
+    starts = range(0, len(inputs), _AT_ONCE)
+    return np.concatenate([~np.isfinite(inputs[i : i + _AT_ONCE]).all(axis=axes) for i in starts])
+
+
+def _clients_with(
+    bad: Bool[np.ndarray, "N"], lists: Lists, sizes: Int[Array | np.ndarray, "C"]
+) -> Bool[np.ndarray, "C"]:
+    """Return the mask of the clients whose lists have some of the bad examples."""
+    owns = np.zeros(len(lists), bool)
+    if not bad.any():
+        return owns
+    # The clients' rows may be a file that is larger than memory.
+    for i in range(0, len(lists), _AT_ONCE):
+        size = np.asarray(sizes[i : i + _AT_ONCE])
+        broken = bad[rows_of(lists, size, slice(i, i + _AT_ONCE))]
+        # Each row belongs to the client whose list holds it.
+        owns[i + np.repeat(np.arange(len(size)), size)[broken]] = True
+    return owns
 
 
 def _norm_if_all_clipped(record: Records) -> float:

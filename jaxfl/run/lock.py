@@ -101,21 +101,25 @@ class Lock:
             ) from None
         except OSError as error:
             self.close()
-            if isinstance(error, IrregularError) and not shared:
-                raise ValueError(
-                    f"folder must hold a usable lock file, got {str(self.folder)!r}: {error}. "
-                    "Remove it, or choose another folder."
-                ) from None
-            # A reader often finds no file to lock, which is no reason for a warning.
-            log = _LOG.debug if shared else _LOG.warning
-            log(
-                "%s cannot be locked (%s). Let no other run use it meanwhile.",
-                self.folder,
-                error.strerror or error,
-            )
+            self._report(error, shared)
             return
         if not shared:
             self._sign()
+
+    def _report(self, error: OSError, shared: bool) -> None:
+        """Log that the folder cannot be locked, or raise a ValueError about its lock file."""
+        if isinstance(error, IrregularError) and not shared:
+            raise ValueError(
+                f"folder must hold a usable lock file, got {str(self.folder)!r}: {error}. "
+                "Remove it, or choose another folder."
+            ) from None
+        # A reader often finds no file to lock, which is no reason for a warning.
+        log = _LOG.debug if shared else _LOG.warning
+        log(
+            "%s cannot be locked (%s). Let no other run use it meanwhile.",
+            self.folder,
+            error.strerror or error,
+        )
 
     def _sign(self) -> None:
         """Write the number and the machine of this process into the lock file.

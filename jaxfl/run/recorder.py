@@ -232,14 +232,7 @@ class Journal:
         self.num_clients = clients.num_clients
         self.test_size = np.asarray(clients.test_size)
         self.trains = np.asarray(clients.train_size) > 0
-        examples = int(np.sum(np.asarray(clients.train_size), dtype=np.int64))
-        self.facts: dict[str, Any] = {
-            "dp_sgd": algorithm.dp_sgd,
-            # Clients may have no training example at all.
-            "examples": examples or None,
-            "terms": algorithm.terms,
-            **(facts or {}),
-        }
+        self.facts = _known_facts(algorithm, clients) | dict(facts or {})
         """Arguments of `privacy_statement`."""
         # Only these facts change an epsilon.
         names = {"dp_sgd", "examples", "terms", "stateful"}
@@ -275,11 +268,7 @@ class Journal:
 
     def record(self, records: Records, done: int, count: int) -> None:
         """Add the records of the `count` rounds after round `done`. Further records are padding."""
-
-        def put(all_: np.ndarray, segment: np.ndarray) -> None:
-            all_[done : done + count] = segment[:count]
-
-        jax.tree.map(put, self.recorded.records, records)
+        _put_rows(self.recorded.records, records, done, count)
 
     def require_finite(self, start: int, done: int) -> None:
         """Raise if the server's state was not finite after one of the rounds start + 1 to `done`.
@@ -333,17 +322,10 @@ class Journal:
         future = [r for r in self.plan.evaluations if r > done]
         self.plan = self.plan._replace(evaluations=[*past, *future])
         self.recorded = self.blank(self.plan)
-
-        def put(count: int, mine: Tree, stored: Tree) -> None:
-            def copy(all_: np.ndarray, rows: np.ndarray) -> None:
-                all_[:count] = rows[:count]
-
-            jax.tree.map(copy, mine, stored)
-
         # The stored arrays have room for the stored plan, so only finished entries are copied.
-        put(done, self.recorded.records, recorded.records)
-        put(len(past), self.recorded.scores, recorded.scores)
-        put(len(past), self.recorded.central, recorded.central)
+        _put_rows(self.recorded.records, recorded.records, 0, done)
+        _put_rows(self.recorded.scores, recorded.scores, 0, len(past))
+        _put_rows(self.recorded.central, recorded.central, 0, len(past))
         # Rows follow from the records, so checkpoints do not hold them.
         self.metrics = [self._row(i) for i in range(len(past))]
         # The file may have other rows than the checkpoint, so the next row writes it anew.
@@ -362,27 +344,11 @@ class Journal:
         # The last evaluation up to `done` may have failed, so the number comes from the rows.
         evaluations = len(self.metrics)
         history = jax.tree.map(lambda leaf: leaf[:evaluations], self.recorded.scores)
-
-        def last(leaf: np.ndarray) -> np.ndarray:
-            if not evaluations:
-                return np.full(self.num_clients, np.nan)
-            return leaf[-1]
-
-        scores = jax.tree.map(last, history)
-        statement: dict[str, Any] = {}
-        if done:
-            accounted = self._accounted(done)
-            mechanism = self.algorithm.mechanism
-            statement = privacy_statement(accounted, mechanism, self.num_clients, **self.facts)
-        if self.public and statement:
-            # Epsilons by client would show how often each of them took part.
-            statement = without_clients(statement)
-        if self.best and statement:
-            statement = with_choice(statement)
+        scores = jax.tree.map(_last_row, history)
+        # Without a round there is no statement that could have an audit.
         if not done:
             canaries = None
-        if canaries is not None:
-            statement = with_audit(statement, audit_report(canaries, statement["delta"]))
+        statement = self._statement(done, canaries)
         if self.folder is not None:
             self._write(self.folder, history, ledger, statement)
             if canaries is not None:
@@ -398,6 +364,22 @@ class Journal:
             audit=canaries,
             dropped=self._dropped(ledger, done),
         )
+
+    def _statement(self, done: int, canaries: Scores | None) -> dict[str, Any]:
+        """Return the privacy statement of the finished rounds, which is empty without any."""
+        if not done:
+            return {}
+        accounted = self._accounted(done)
+        mechanism = self.algorithm.mechanism
+        statement = privacy_statement(accounted, mechanism, self.num_clients, **self.facts)
+        if self.public:
+            # Epsilons by client would show how often each of them took part.
+            statement = without_clients(statement)
+        if self.best:
+            statement = with_choice(statement)
+        if canaries is None:
+            return statement
+        return with_audit(statement, audit_report(canaries, statement["delta"]))
 
     def _dropped(self, ledger: Ledger, done: int) -> float:
         """Return the share of dropped updates (see `Result.dropped`), or 0 without any updates."""
@@ -448,25 +430,7 @@ class Journal:
         plan = first_rounds(self._planned, last)
         if not done:
             return self.epsilons(plan)
-
-        def joined(past_values: np.ndarray, planned: np.ndarray) -> np.ndarray:
-            # One of the two may have one entry for all clients, and the plan one for all rounds.
-            shape = np.broadcast_shapes(past_values.shape[1:], planned.shape[1:])
-            rest = np.broadcast_to(planned, (last, *planned.shape[1:]))[done:]
-            parts = [np.broadcast_to(part, (len(part), *shape)) for part in (past_values, rest)]
-            return np.concatenate(parts).astype(past_values.dtype)
-
-        notes = {
-            name: joined(note, plan.notes[name])
-            for name, note in past.notes.items()
-            if name in plan.notes
-        }
-        fields: dict[str, Any] = {
-            name: joined(np.asarray(getattr(past, name)), np.asarray(getattr(plan, name)))
-            for name in Ledger._fields
-            if name != "notes"
-        }
-        return self.epsilons(Ledger(**fields, notes=notes))
+        return self.epsilons(_continued(past, plan, done, last))
 
     def _accounted(self, done: int) -> Ledger:
         """Return the ledger of the first rounds, as planned if the report is public."""
@@ -508,6 +472,58 @@ class Journal:
         if statement:
             # A statement has infinity as a text, because JSON has no such number.
             files.write_json(folder / layout.PRIVACY, statement, allow_nan=False)
+
+
+def _known_facts(algorithm: Algorithm, clients: Clients) -> dict[str, Any]:
+    """Return the arguments of `privacy_statement` that follow from method and clients."""
+    examples = int(np.sum(np.asarray(clients.train_size), dtype=np.int64))
+    return {
+        "dp_sgd": algorithm.dp_sgd,
+        # Clients may have no training example at all.
+        "examples": examples or None,
+        "terms": algorithm.terms,
+    }
+
+
+def _last_row(rows: np.ndarray) -> np.ndarray:
+    """Return the last row of an array, or NaN for each entry if the array has no rows."""
+    if not len(rows):
+        return np.full(rows.shape[1:], np.nan)
+    return rows[-1]
+
+
+def _put_rows(arrays: Tree, rows: Tree, start: int, count: int) -> None:
+    """Put the first `count` rows of each array into the array of the same place, from `start`."""
+
+    def put(all_: np.ndarray, segment: np.ndarray) -> None:
+        all_[start : start + count] = segment[:count]
+
+    jax.tree.map(put, arrays, rows)
+
+
+def _continued(past: Ledger, plan: Ledger, done: int, last: int) -> Ledger:
+    """Return the ledger of `done` past rounds and of the planned ones up to round `last`."""
+    joined = functools.partial(_joined, done=done, last=last)
+    notes = {
+        name: joined(note, plan.notes[name])
+        for name, note in past.notes.items()
+        if name in plan.notes
+    }
+    fields: dict[str, Any] = {
+        name: joined(np.asarray(getattr(past, name)), np.asarray(getattr(plan, name)))
+        for name in Ledger._fields
+        if name != "notes"
+    }
+    return Ledger(**fields, notes=notes)
+
+
+def _joined(past: np.ndarray, planned: np.ndarray, done: int, last: int) -> np.ndarray:
+    """Return a field of `_continued`, with a row for each round."""
+    # One of the two may have one entry for all clients, and the plan one for all rounds.
+    shape = np.broadcast_shapes(past.shape[1:], planned.shape[1:])
+    rest = np.broadcast_to(planned, (last, *planned.shape[1:]))[done:]
+    parts = [np.broadcast_to(part, (len(part), *shape)) for part in (past, rest)]
+    return np.concatenate(parts).astype(past.dtype)
 
 
 def _means(records: Records) -> dict[str, float | int]:

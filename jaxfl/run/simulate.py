@@ -284,11 +284,7 @@ def sweep(
     assert isinstance(key, Array)
     count = _points(key, values)
     keys = jnp.broadcast_to(key, (count,))
-    # Python's own error about an unknown argument would have no remedy.
-    check_accepts("build", build, values)
-    rows = [{name: float(column[p]) for name, column in values.items()} for p in range(count)]
-    # Accountants and reports read these. The program builds its own from the columns.
-    algorithms = [check_instance("build(...)", build(**row), (Algorithm,)) for row in rows]
+    algorithms = _algorithms_of_points(build, values, count)
     columns = {name: np.asarray(column, np.float32) for name, column in values.items()}
     points = Points(build, columns, batch)
     _check_clipped(points, algorithms)
@@ -298,23 +294,12 @@ def sweep(
     if folder is not None:
         root = pathlib.Path(folder)
         folders = [root / name for name in names_of_points(values, count)]
-    if numbers is not None and len(numbers) != count:
-        raise ValueError(
-            f"numbers must have one entry for each of the {count} points, got {len(numbers)}. "
-            "Give one whole number for each point."
-        )
-    own: tuple[int, ...] | None = None
-    if numbers is not None:
-        own = tuple(numbers)
-        # Paired points share their noise anyway, so they may have equal numbers.
-        if not paired_noise:
-            check_apart(keys, own)
     assert central is None or isinstance(central, Dataset)
     settings = Settings(
         rounds,
         paired_noise=paired_noise,
         keep_states=keep_states,
-        numbers=own,
+        numbers=_numbers_of_points(numbers, keys, paired_noise),
         central=central,
         keep=keep,
         **options,
@@ -323,6 +308,42 @@ def sweep(
     plan = make_plan(name, keys, algorithms, points, clients, settings)
     with contextlib.closing(Lock(root)) as lock:
         return execute(plan, lock, folders)
+
+
+def _algorithms_of_points(
+    build: Callable[..., Algorithm], values: Mapping[str, Sequence[float]], count: int
+) -> list[Algorithm]:
+    """Return the algorithm of each point, which accountants and reports read.
+
+    The program of the points builds its own from their columns.
+    """
+    # Python's own error about an unknown argument would have no remedy.
+    check_accepts("build", build, values)
+    rows = [{name: float(column[p]) for name, column in values.items()} for p in range(count)]
+    return [check_instance("build(...)", build(**row), (Algorithm,)) for row in rows]
+
+
+def _numbers_of_points(
+    numbers: Sequence[int] | None, keys: Key[Array, "P"], paired_noise: bool
+) -> tuple[int, ...] | None:
+    """Return the numbers of a sweep's points, or None if they follow from the order of the points.
+
+    Raises:
+        ValueError: Not every point has a number. Or two points would share their noise, although
+            they are not paired.
+    """
+    if numbers is None:
+        return None
+    if len(numbers) != len(keys):
+        raise ValueError(
+            f"numbers must have one entry for each of the {len(keys)} points, got {len(numbers)}. "
+            "Give one whole number for each point."
+        )
+    own = tuple(numbers)
+    # Paired points share their noise anyway, so they may have equal numbers.
+    if not paired_noise:
+        check_apart(keys, own)
+    return own
 
 
 def names_of_points(values: Mapping[str, Sequence[float]], count: int) -> list[str]:

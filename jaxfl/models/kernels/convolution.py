@@ -86,13 +86,18 @@ def _convolve_with_residuals(
     if options.relu:
         y = jax.nn.relu(y)
     # The backward pass needs the route and not y, which would take more memory.
-    if winner is None:
-        route = y > 0
-    elif options.relu:
-        route = jnp.where(y > 0, winner, _NOBODY)
-    else:
-        route = winner
+    route = _route(y, winner, options.relu)
     return y, patches, weights, route
+
+
+def _route(y: Array, winner: Array | None, relu: bool) -> Array:
+    """Return the route of the gradient from outputs and, for pooled maps, places of the maxima."""
+    if winner is None:
+        return y > 0
+    # Where ReLU is inactive, no place of the window gets the gradient.
+    if relu:
+        return jnp.where(y > 0, winner, _NOBODY)
+    return winner
 
 
 def _forward_rule(
@@ -114,45 +119,25 @@ def _backward_rule(
     x, kernel, patches, weights, route = residuals
     plan = _plan(x, kernel, options)
     # `d_bias` is the gradient of the maps before ReLU. Its sums over the maps come at the end.
-    if options.pool:
-        # Without ReLU, every window has a place that gets its gradient.
-        d_bias = jnp.where(route < _NOBODY, dy, 0)
-        rows = _unpool(route, dy, plan, options.pairs)
-    else:
-        d_bias = dy
-        if options.relu:
-            d_bias = jnp.where(route, dy, 0)
-        rows = _split_rows(d_bias, plan.rows, plan.tiles)
+    d_bias, rows = _before_relu(route, dy, plan, options)
     d_products = _from_rows(rows, plan)
     d_x = None
     if weights is not None:
-        # dP_p = U_p dM_p.
-        d_patches = lax.dot_general(
-            weights, d_products, (((2,), (1,)), ((0,), (0,))), precision=options.precision
-        )
-        d_x = _from_patches(d_patches, x.shape, plan, options.padding)
-    if options.sum_grad_squared:
-        padded = _padded(x, plan, options.padding)
-        odd = kernel.shape[1] % 2
-        # A first layer then omits the unpooled gradient, which nothing else needs. Pairs of
-        # columns need an odd kernel.
-        if d_x is None and options.pool and odd:
-            squares = _pooled_squares(padded, route, dy, kernel.shape, options.pairs)
-        else:
-            d_output = _batch_first(_join_rows(rows, plan.high))
-            squares = _kernel_squares(padded, d_output, kernel.shape, options.pairs)
-        # An example's gradient of the bias is a sum over its map, and is squared after this sum.
-        return d_x, squares, (d_bias.sum((1, 2)) ** 2).sum(1)
-    # dU_p = P_p dM_p^T.
-    d_kernel = lax.dot_general(
-        patches, d_products, (((2,), (2,)), ((0,), (0,))), precision=options.precision
-    )
-    d_kernel = _from_points(d_kernel, plan)
-    if options.pairs:
-        d_kernel = _unpair_kernel(d_kernel, kernel.shape)
+        d_x = _input_gradient(weights, d_products, x.shape, plan, options)
+    if not options.sum_grad_squared:
+        d_kernel = _kernel_gradient(patches, d_products, kernel.shape, plan, options)
+        return d_x, d_kernel, d_bias.sum((1, 2, 3))
+    padded = _padded(x, plan, options.padding)
+    odd = kernel.shape[1] % 2
+    # A first layer then omits the unpooled gradient, which nothing else needs. Pairs of columns
+    # need an odd kernel.
+    if d_x is None and options.pool and odd:
+        squares = _pooled_squares(padded, route, dy, kernel.shape, options.pairs)
     else:
-        d_kernel = d_kernel.reshape(kernel.shape)
-    return d_x, d_kernel, d_bias.sum((1, 2, 3))
+        d_output = _batch_first(_join_rows(rows, plan.high))
+        squares = _kernel_squares(padded, d_output, kernel.shape, options.pairs)
+    # An example's gradient of the bias is a sum over its map, and is squared after this sum.
+    return d_x, squares, (d_bias.sum((1, 2)) ** 2).sum(1)
 
 
 # With symbolic zeros, the forward rule learns whether x needs a gradient.
@@ -217,13 +202,9 @@ def _filter(rows: int, size: int) -> _Filter:
     if rows == 1:
         return _Filter(np.ones((1, 1)), np.eye(size), np.eye(size))
     points = np.array([0, 1, -1, 0.5, -0.5, 2, -2, 4])[: rows + size - 2]
-    others = [np.delete(points, p) for p in range(len(points))]
-    # Lagrange's polynomial of a point is a product of (x - other) / (point - other). The divisors
-    # scale the taps, and the coefficients of the product of (x - other) are a row of the inputs.
-    slopes = np.array([np.prod(point - rest) for point, rest in zip(points, others, strict=True)])
+    slopes, inputs = _lagrange(points)
     outputs = np.vander(points, rows, increasing=True)
     taps = np.vander(points, size, increasing=True) / slopes[:, None]
-    inputs = np.array([np.append(np.poly(rest)[::-1], 0) for rest in others])
     # The row of the point at infinity.
     outputs = np.vstack((outputs, np.eye(1, rows, rows - 1)))
     taps = np.vstack((taps, np.eye(1, size, size - 1)))
@@ -231,6 +212,22 @@ def _filter(rows: int, size: int) -> _Filter:
     # The factors get similar sizes by powers of two, so nothing is rounded.
     scale = np.exp2(np.round(np.log2(abs(taps).max(1) / abs(inputs).max(1)) / 2))[:, None]
     return _Filter(outputs, taps / scale, inputs * scale)
+
+
+def _lagrange(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the divisors and the coefficients of Lagrange's polynomials of some points.
+
+    Such a polynomial is a product of (x - other) / (point - other).
+    """
+    slopes = []
+    inputs = []
+    for p, point in enumerate(points):
+        others = np.delete(points, p)
+        # The divisors scale the taps.
+        slopes.append(np.prod(point - others))
+        # The coefficients of the product of (x - other) are a row of the inputs.
+        inputs.append(np.append(np.poly(others)[::-1], 0))
+    return np.array(slopes), np.array(inputs)
 
 
 def _combine(coefficients: np.ndarray, terms: Iterable[Array]) -> Array:
@@ -270,6 +267,24 @@ def _unpair_kernel(d: Array, shape: tuple[int, ...]) -> Array:
     _, columns, c, f = shape
     d = d.reshape(*d.shape[:-2], columns + 1, c, 2, f)
     return d[..., :-1, :, 0, :] + d[..., 1:, :, 1, :]
+
+
+def _kernel_gradient(
+    patches: Array,
+    d_products: Array,
+    shape: tuple[int, ...],
+    plan: _Plan,
+    options: ConvolutionOptions,
+) -> Array:
+    """Return the gradient of a kernel of a shape from that of the products."""
+    # dU_p = P_p dM_p^T.
+    d_weights = lax.dot_general(
+        patches, d_products, (((2,), (2,)), ((0,), (0,))), precision=options.precision
+    )
+    d_kernel = _from_points(d_weights, plan)
+    if options.pairs:
+        return _unpair_kernel(d_kernel, shape)
+    return d_kernel.reshape(shape)
 
 
 def to_pairs(x: Array) -> Array:
@@ -324,8 +339,7 @@ def _patches(x: Array, plan: _Plan, padding: Padding) -> Array:
 def _from_patches(d: Array, x_shape: tuple[int, ...], plan: _Plan, padding: Padding) -> Array:
     """Return the gradient of x (c, h, w, n) from the gradient d of its patches."""
     c, h, w, n = x_shape
-    reach = len(plan.filter.inputs)
-    d = d.reshape(reach, plan.columns, c, plan.tiles, -1)
+    d = d.reshape(len(plan.filter.inputs), plan.columns, c, plan.tiles, -1)
     (above, _), (left, _) = padding
     none = (0, 0, 0)
     columns = []
@@ -334,9 +348,17 @@ def _from_patches(d: Array, x_shape: tuple[int, ...], plan: _Plan, padding: Padd
         before = (j - left) * n
         ends = (none, none, none, (before, (w - plan.wide) * n - before, 0))
         columns.append(lax.pad(d[:, j], jnp.zeros((), d.dtype), ends))
-    d = functools.reduce(jnp.add, columns)
+    rows = _from_tiles(functools.reduce(jnp.add, columns), plan)
+    return rows.reshape(c, -1, w, n)[:, above : above + h]
+
+
+def _from_tiles(d: Array, plan: _Plan) -> Array:
+    """Apply the transpose of `_to_tiles`: (r, c, tiles, w n) -> (c, tiles, rows, w n).
+
+    The result has further tiles below, which the last tiles read.
+    """
     # A row of x lies in its own tile, and at the end of the tiles before it.
-    over = (reach - 1) // plan.rows
+    over = (len(plan.filter.inputs) - 1) // plan.rows
     d = jnp.pad(d, ((0, 0), (0, 0), (over, over), (0, 0)))
     rows = []
     for row in range(plan.rows):
@@ -344,7 +366,22 @@ def _from_patches(d: Array, x_shape: tuple[int, ...], plan: _Plan, padding: Padd
         taps = enumerate(plan.filter.inputs[:, row :: plan.rows].T)
         terms = [_combine(b, d[:, :, over - t : 2 * over - t + plan.tiles]) for t, b in taps]
         rows.append(functools.reduce(jnp.add, terms))
-    return jnp.stack(rows, 2).reshape(c, -1, w, n)[:, above : above + h]
+    return jnp.stack(rows, 2)
+
+
+def _input_gradient(
+    weights: Array,
+    d_products: Array,
+    shape: tuple[int, ...],
+    plan: _Plan,
+    options: ConvolutionOptions,
+) -> Array:
+    """Return the gradient of an input of a shape from that of the products."""
+    # dP_p = U_p dM_p.
+    d_patches = lax.dot_general(
+        weights, d_products, (((2,), (1,)), ((0,), (0,))), precision=options.precision
+    )
+    return _from_patches(d_patches, shape, plan, options.padding)
 
 
 def _to_rows(products: Array, plan: _Plan) -> list[Array]:
@@ -478,6 +515,19 @@ def _windows(above: Array, below: Array, pairs: bool) -> tuple[Array, Array]:
     return jnp.maximum(above, below), winner.astype(jnp.int8)
 
 
+def _before_relu(
+    route: Array, dy: Array, plan: _Plan, options: ConvolutionOptions
+) -> tuple[Array, list[Array]]:
+    """Return the gradient before ReLU, of pooled maps if there are any, and of all tiles' rows."""
+    if options.pool:
+        # Without ReLU, every window has a place that gets its gradient.
+        d_pooled = jnp.where(route < _NOBODY, dy, 0)
+        return d_pooled, _unpool(route, dy, plan, options.pairs)
+    if options.relu:
+        dy = jnp.where(route, dy, 0)
+    return dy, _split_rows(dy, plan.rows, plan.tiles)
+
+
 def _unpool(winner: Array, g: Array, plan: _Plan, pairs: bool) -> list[Array]:
     """Return the gradients of every tile's rows from the gradient g of pooled maps.
 
@@ -501,12 +551,26 @@ def _unpool(winner: Array, g: Array, plan: _Plan, pairs: bool) -> list[Array]:
     for place, slope in zip(places, slopes, strict=True):
         for left in (0, 2):
             sides = [jnp.where(place == left + side, slope, 0) for side in range(2)]
-            if pairs:
-                row = jnp.concatenate(sides)
-            else:
-                row = jnp.stack(sides, 3).reshape(*slope.shape[:2], -1, g.shape[3])
-            # A last odd column, which no window has, gets zeros.
-            rows.append(jnp.pad(row, ((0, 0), (0, 0), (0, plan.wide - row.shape[2]), (0, 0))))
+            rows.append(_join_columns(sides, plan.wide, pairs))
     if odd:
         return _split_rows(_join_rows(rows, plan.high), plan.rows, plan.tiles)
     return rows
+
+
+def _join_columns(sides: list[Array], wide: int, pairs: bool) -> Array:
+    """Return rows of maps from the left and the right columns of windows.
+
+    Args:
+        sides: Left and right columns, each (f, tiles, w, n).
+        wide: Number of columns of the maps, or of pairs of columns.
+        pairs: Whether the maps have pairs of columns as channels.
+    """
+    # Pairs have the left columns as their first channels.
+    if pairs:
+        row = jnp.concatenate(sides)
+    else:
+        f, tiles, _, n = sides[0].shape
+        row = jnp.stack(sides, 3).reshape(f, tiles, -1, n)
+    # A last odd column, which no window has, gets zeros.
+    missing = wide - row.shape[2]
+    return jnp.pad(row, ((0, 0), (0, 0), (0, missing), (0, 0)))

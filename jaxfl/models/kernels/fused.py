@@ -23,7 +23,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +69,10 @@ class _Lines(NamedTuple):
     def at(self, block: Any) -> Any:
         """Return the column at which a block begins."""
         return self.margin + block * self.stride
+
+    def columns(self, block: Any) -> Any:
+        """Return a slice of the columns of a block."""
+        return pl.ds(self.at(block), self.stride)
 
     def length(self, blocks: int) -> int:
         """Return the number of columns of a line with this number of blocks and both margins."""
@@ -455,7 +459,6 @@ def _to_pooled(layer: _ConvolutionLayer, x: Array, kernel: Array, bias: Array) -
 
     A program handles a line and some features.
     """
-    channels = layer.shape[0]
     features = layer.features
     parts = layer.parts
     written = layer.written
@@ -464,42 +467,24 @@ def _to_pooled(layer: _ConvolutionLayer, x: Array, kernel: Array, bias: Array) -
     def body(at: list[Any], x: Any, kernel: Any, bias: Any, pooled: Any, route: Any) -> None:
         client, line, word = at
         first = word * tile
-
-        def channel(c: Any, sums: list[Array]) -> list[Array]:
-            sums = sums.copy()
-            # An input that was read is added to all sums of a window that it enters.
-            for u in range(layer.size + 1):
-                for v in layer.taps:
-                    seen = _seen(layer, x, client, 2 * line + u, c, v)
-                    for part, place, a, b in _weights_at(layer, u, v):
-                        for f in range(tile):
-                            i = (part * len(_PLACES) + place) * tile + f
-                            sums[i] = sums[i] + seen * kernel[client, a, b, c, first + f]
-            return sums
-
         # Only the layout of this read matters. Its values become zeros.
         zero = zeros_like(_seen(layer, x, client, line, 0, 0))
-        sums = lax.fori_loop(0, channels, channel, [zero] * (parts * len(_PLACES) * tile))
+        sums = _convolved(layer, (client, line, first), x, kernel, zero)
         for part in range(parts):
+            # The sums of a part come by place and feature.
+            count = len(_PLACES) * tile
+            of_part = sums[part * count : (part + 1) * count]
             routes = jnp.zeros(zero.shape, jnp.int32)
             for f in range(tile):
-                start = part * len(_PLACES) * tile + f
-                best = sums[start]
-                where = jnp.zeros(zero.shape, jnp.int32)
-                for place in range(1, len(_PLACES)):
-                    other = sums[start + place * tile]
-                    # The first maximum wins, and NaN wins over all.
-                    stays = (best >= other) | (best != best)
-                    best = jnp.where(stays, best, other)
-                    where = jnp.where(stays, where, jnp.full(zero.shape, place, jnp.int32))
+                best, where = _winning(of_part[f::tile])
                 # The bias is the same for all places, so it is added to their maximum only.
                 best = best + bias[client, first + f]
-                columns = pl.ds(written.at((first + f) * parts + part), written.stride)
+                columns = written.columns((first + f) * parts + part)
                 # A maximum might hide NaN.
                 pooled[client, line, columns, :] = jnp.where(best <= 0, zero, best)
                 where = jnp.where(best > 0, where, jnp.full(zero.shape, _DEAD, jnp.int32))
                 routes = routes | (where << _BITS * f)
-            route[client, line, pl.ds(written.at(word * parts + part), written.stride), :] = routes
+            route[client, line, written.columns(word * parts + part), :] = routes
         # The last windows of the next layer read this margin and multiply it by zero, so it must be
         # finite.
         end = pl.ds(written.at(features * parts), written.margin)
@@ -507,6 +492,54 @@ def _to_pooled(layer: _ConvolutionLayer, x: Array, kernel: Array, bias: Array) -
 
     results = [layer.result(features * parts), layer.result(features // tile * parts, jnp.int32)]
     return body, (layer.high, features // tile), results
+
+
+def _convolved(
+    layer: _ConvolutionLayer,
+    at: tuple[Any, Any, Any],
+    x: Any,
+    kernel: Any,
+    zero: Array,
+) -> list[Array]:
+    """Return the sums of a program of `_to_pooled`, by part, place and feature.
+
+    Args:
+        layer: The layer.
+        at: Client, line and first feature of the program.
+        x: Reference to the inputs of all clients.
+        kernel: Reference to the kernels of all clients.
+        zero: Zeros for a sum's start.
+    """
+    client, line, first = at
+    tile = _in_word(layer)
+
+    def channel(c: Any, sums: list[Array]) -> list[Array]:
+        sums = sums.copy()
+        # An input that was read is added to all sums of a window that it enters.
+        for u in range(layer.size + 1):
+            for v in layer.taps:
+                seen = _seen(layer, x, client, 2 * line + u, c, v)
+                for part, place, a, b in _weights_at(layer, u, v):
+                    for f in range(tile):
+                        i = (part * len(_PLACES) + place) * tile + f
+                        weight = kernel[client, a, b, c, first + f]
+                        sums[i] = sums[i] + seen * weight
+        return sums
+
+    start = [zero] * (layer.parts * len(_PLACES) * tile)
+    return lax.fori_loop(0, layer.shape[0], channel, start)
+
+
+def _winning(places: Sequence[Array]) -> tuple[Array, Array]:
+    """Return the largest of the sums at a window's places, and its place."""
+    best = places[0]
+    where = jnp.zeros(best.shape, jnp.int32)
+    for place, other in enumerate(places[1:], 1):
+        # The first maximum wins, and NaN wins over all.
+        stays = (best >= other) | (best != best)
+        best = jnp.where(stays, best, other)
+        where = jnp.where(stays, where, jnp.full(best.shape, place, jnp.int32))
+    return best, where
 
 
 def _to_weights(layer: _ConvolutionLayer, route: Array, grad: Array, x: Array) -> tuple:
@@ -533,49 +566,89 @@ def _to_weights(layer: _ConvolutionLayer, route: Array, grad: Array, x: Array) -
 
         def sent_from(i: Any, part: int, f: int) -> tuple[Array, Array]:
             """Return the winning places of a part of line i, and the gradients that they get."""
-            words = pl.ds(written.at((first + f) // in_word * parts + part), written.stride)
+            words = written.columns((first + f) // in_word * parts + part)
             word = route[client, i, words, :]
-            columns = pl.ds(written.at((first + f) * parts + part), written.stride)
+            columns = written.columns((first + f) * parts + part)
             change = grad[client, i, columns, :]
             return _place_of(word, (first + f) % in_word), change
 
-        def line(i: Any, sums: list[Array]) -> list[Array]:
-            sums = sums.copy()
+        def line(i: Any, sums: _Sums) -> _Sums:
+            kernels, biases = sums
             windows = [[sent_from(i, part, f) for f in range(tile)] for part in range(parts)]
-            # The sums of the biases come after those of the kernel.
-            for own in windows:
-                for f, (winner, change) in enumerate(own):
-                    alive = jnp.where(winner == _DEAD, zero, change)
-                    sums[size * tile + f] = sums[size * tile + f] + alive
-            for dy in range(2):
-                # Gradients of the places in row dy, by part, column dx and feature.
-                sent = [
-                    [
-                        [jnp.where(winner == 2 * dy + dx, change, zero) for winner, change in own]
-                        for dx in range(2)
-                    ]
-                    for own in windows
-                ]
-                for v in layer.taps:
-                    seen = _seen(layer, x, client, 2 * i + a + dy, c, v)
-                    for part, dx in itertools.product(range(parts), range(2)):
-                        b = v - 2 * part - dx
-                        if 0 <= b < size:
-                            for f in range(tile):
-                                total = sums[b * tile + f]
-                                sums[b * tile + f] = total + seen * sent[part][dx][f]
-            return sums
+            biases = _bias_sums(biases, windows, zero)
 
-        sums = lax.fori_loop(0, layer.high, line, [zero] * ((size + 1) * tile))
+            def seen(dy: int, v: int) -> Array:
+                return _seen(layer, x, client, 2 * i + a + dy, c, v)
+
+            return _kernel_sums(layer, kernels, windows, seen, zero), biases
+
+        start = [zero] * (size * tile), [zero] * tile
+        kernels, biases = lax.fori_loop(0, layer.high, line, start)
         for b in range(size):
             for f in range(tile):
-                kernel[client, a, b, c, first + f] = jnp.sum(sums[b * tile + f])
+                kernel[client, a, b, c, first + f] = jnp.sum(kernels[b * tile + f])
         for f in range(tile):
-            bias[client, a, c, first + f] = jnp.sum(sums[size * tile + f])
+            bias[client, a, c, first + f] = jnp.sum(biases[f])
 
     kernels = ((size, size, channels, features), jnp.float32)
     biases = ((size, channels, features), jnp.float32)
     return body, (size, channels, features // tile), [kernels, biases]
+
+
+_Sums: TypeAlias = tuple[list[Array], list[Array]]
+"""Sums of gradients of a kernel line, by column and feature, and of biases, by feature."""
+
+_Windows: TypeAlias = list[list[tuple[Array, Array]]]
+"""Winning places of windows, and the gradients that they get, by part and feature."""
+
+
+def _bias_sums(sums: list[Array], windows: _Windows, zero: Array) -> list[Array]:
+    """Return the sums of the biases' gradients by feature, with those of further windows."""
+    sums = sums.copy()
+    for own in windows:
+        for f, (winner, change) in enumerate(own):
+            # Where ReLU is inactive, the bias gets no gradient.
+            alive = jnp.where(winner == _DEAD, zero, change)
+            sums[f] = sums[f] + alive
+    return sums
+
+
+def _kernel_sums(
+    layer: _ConvolutionLayer,
+    sums: list[Array],
+    windows: _Windows,
+    seen: Callable[[int, int], Array],
+    zero: Array,
+) -> list[Array]:
+    """Return the sums of a kernel line's gradients, with those of further windows.
+
+    Args:
+        layer: The layer.
+        sums: Sums by the kernel's column and feature.
+        windows: The windows.
+        seen: Function of a place's row and of a tap that returns the inputs there.
+        zero: Gradient of the places that do not win.
+    """
+    sums = sums.copy()
+    tile = len(windows[0])
+    for dy in range(2):
+        # Gradients of the places in row dy, by part, column dx and feature.
+        sent = [
+            [
+                [jnp.where(winner == 2 * dy + dx, change, zero) for winner, change in own]
+                for dx in range(2)
+            ]
+            for own in windows
+        ]
+        for v in layer.taps:
+            inputs = seen(dy, v)
+            for part, dx in itertools.product(range(layer.parts), range(2)):
+                b = v - 2 * part - dx
+                if 0 <= b < layer.size:
+                    for f in range(tile):
+                        total = sums[b * tile + f]
+                        sums[b * tile + f] = total + inputs * sent[part][dx][f]
+    return sums
 
 
 def _to_inputs(
@@ -588,7 +661,6 @@ def _to_inputs(
     """
     del route, grad, kernel
     channels, high, *_ = layer.shape
-    size = layer.size
     split = layer.split
     parts = layer.parts
     read = layer.read
@@ -603,35 +675,54 @@ def _to_inputs(
         def feature(f: Any, sums: list[Array]) -> list[Array]:
             sums = sums.copy()
             # Lines 2 pair and 2 pair + 1 of the input enter the windows of the lines pair - up.
-            for up in range(size // 2 + 1):
+            for up in range(layer.size // 2 + 1):
                 # A line beyond the maps is clipped, and no place of it sends a gradient.
                 line = jnp.clip(pair - up, 0, layer.high - 1)
                 beyond = line != pair - up
-                for left in range(layer.reach + 1):
-                    for part in range(parts):
-                        words = pl.ds(given.at(f // in_word * parts + part) - left, read.stride)
-                        winner = _place_of(route[client, line, words, :], f % in_word)
-                        columns = pl.ds(given.at(f * parts + part) - left, read.stride)
-                        change = grad[client, line, columns, :]
-                        for place, (dy, dx) in enumerate(_PLACES):
-                            sent = jnp.where(winner == jnp.where(beyond, -1, place), change, zero)
-                            for q, r in itertools.product(range(2), range(split)):
-                                a = 2 * up + q - dy
-                                b = split * left + r - 2 * part - dx
-                                if 0 <= a < size and 0 <= b < size:
-                                    for c in range(tile):
-                                        i = (q * split + r) * tile + c
-                                        weight = kernel[client, a, b, first + c, f]
-                                        sums[i] = sums[i] + sent * weight
+                for left, part in itertools.product(range(layer.reach + 1), range(parts)):
+                    words = pl.ds(given.at(f // in_word * parts + part) - left, read.stride)
+                    winner = _place_of(route[client, line, words, :], f % in_word)
+                    columns = pl.ds(given.at(f * parts + part) - left, read.stride)
+                    change = grad[client, line, columns, :]
+                    for place, (dy, dx) in enumerate(_PLACES):
+                        sent = jnp.where(winner == jnp.where(beyond, -1, place), change, zero)
+                        row = 2 * up - dy
+                        column = split * left - 2 * part - dx
+                        for q, r, a, b in _inputs_at(layer, row, column):
+                            for c in range(tile):
+                                i = (q * split + r) * tile + c
+                                weight = kernel[client, a, b, first + c, f]
+                                sums[i] = sums[i] + sent * weight
             return sums
 
         sums = lax.fori_loop(0, layer.features, feature, [zero] * (2 * split * tile))
-        for q in range(2):
-            for r in range(split):
-                for c in range(tile):
-                    columns = pl.ds(read.at((first + c) * split + r), read.stride)
-                    x[client, 2 * pair + q, columns, :] = sums[(q * split + r) * tile + c]
+        places = itertools.product(range(2), range(split), range(tile))
+        for total, (q, r, c) in zip(sums, places, strict=True):
+            columns = read.columns((first + c) * split + r)
+            x[client, 2 * pair + q, columns, :] = total
 
     pairs = (high + 1) // 2
     flat = (2 * pairs, read.length(channels * split), layer.batch)
     return body, (pairs, channels // tile), [(flat, jnp.float32)]
+
+
+def _inputs_at(
+    layer: _ConvolutionLayer, row: int, column: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield which of a pair of lines and of the remainders of columns a place's gradient reaches.
+
+    Args:
+        layer: The layer.
+        row: The kernel's row of the weight for the first line, within the kernel or beyond.
+        column: The kernel's column of the weight for the first remainder, within it or beyond.
+
+    Yields:
+        The line of the pair, the remainder, and the row and the column of the kernel's weight.
+    """
+    for q in range(2):
+        for r in range(layer.split):
+            # Each further line or remainder is one weight further.
+            a = row + q
+            b = column + r
+            if 0 <= a < layer.size and 0 <= b < layer.size:
+                yield q, r, a, b

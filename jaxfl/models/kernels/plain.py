@@ -69,18 +69,10 @@ def _grouped_backward(options: PlainOptions, saved: tuple, dy: Array) -> tuple[A
             turned = kernels[:, ::-1, ::-1].swapaxes(3, 4)
             full = options._replace(padding=len(kernel) - 1 - options.padding)
             return _side_by_side(dys, turned, full)
-
         # XLA would put zeros between the pixels of `dys` for cuDNN, which makes them four times as
         # many. The convolution of blocks has no stride, so its transpose needs no zeros.
-        def maps(xs: Array) -> Array:
-            split = jax.vmap(
-                lambda x, kernel: to_blocks(x.transpose(3, 1, 2, 0), kernel, options.padding)
-            )
-            blocks, block_kernels = split(xs, kernels)
-            unpadded = options._replace(padding=0, stride=1)
-            return _side_by_side(blocks.transpose(0, 4, 2, 3, 1), block_kernels, unpadded)
-
         like = jax.ShapeDtypeStruct((len(kernels), *x.shape), x.dtype)
+        maps = functools.partial(_maps_of_blocks, kernels, options)
         (d_x,) = jax.linear_transpose(maps, like)(dys)
         return d_x
 
@@ -95,6 +87,20 @@ def _grouped_backward(options: PlainOptions, saved: tuple, dy: Array) -> tuple[A
     if perturbed:
         d_x = _bilinear(to_inputs)(kernel, dy)
     return d_x, _bilinear(to_kernel)(x, dy)
+
+
+def _maps_of_blocks(kernels: Array, options: PlainOptions, xs: Array) -> Array:
+    """Return the maps of `_side_by_side` for stride 2, by a convolution of blocks of stride 1."""
+
+    def split(x: Array, kernel: Array) -> tuple[Array, Array]:
+        # Blocks are batch-minor.
+        return to_blocks(x.transpose(3, 1, 2, 0), kernel, options.padding)
+
+    blocks, block_kernels = jax.vmap(split)(xs, kernels)
+    blocks = blocks.transpose(0, 4, 2, 3, 1)
+    # The blocks contain the padding.
+    unpadded = options._replace(padding=0, stride=1)
+    return _side_by_side(blocks, block_kernels, unpadded)
 
 
 # With symbolic zeros, the forward rule learns whether x needs a gradient.
@@ -116,9 +122,13 @@ def to_blocks(x: Array, kernel: Array, padding: int) -> tuple[Array, Array]:
         kernel: Kernel [k, k, channels, features].
         padding: Number of zeros on each side, which the result contains.
     """
+    return _blocks_of_pixels(x, len(kernel), padding), _blocks_of_taps(kernel)
+
+
+def _blocks_of_pixels(x: Array, size: int, padding: int) -> Float[Array, "blocks H2 W2 B"]:
+    """Return the input of `to_blocks` for a kernel of a size."""
     c, high, wide, n = x.shape
-    size, _, _, f = kernel.shape
-    half = -(-size // 2)
+    half = (size + 1) // 2
     h, w = ((side + 2 * padding - size) // 2 + half for side in (high, wide))
     # A negative number makes `lax.pad` cut off rows or columns, which no window reads.
     pads = [
@@ -128,11 +138,20 @@ def to_blocks(x: Array, kernel: Array, padding: int) -> tuple[Array, Array]:
         (0, 0, 0),
     ]
     x = lax.pad(x, jnp.zeros((), x.dtype), pads)
-    x = x.reshape(c, h, 2, w, 2, n).transpose(2, 4, 0, 1, 3, 5).reshape(4 * c, h, w, n)
+    # The row and the column in a block become the first part of a channel's number.
+    x = x.reshape(c, h, 2, w, 2, n).transpose(2, 4, 0, 1, 3, 5)
+    return x.reshape(4 * c, h, w, n)
+
+
+def _blocks_of_taps(kernel: Array) -> Float[Array, "h h blocks features"]:
+    """Return the kernel of `to_blocks`."""
+    size, _, c, f = kernel.shape
+    half = (size + 1) // 2
     # A kernel of odd side gets a row and a column of zeros, so that it consists of blocks.
     kernel = jnp.pad(kernel, ((0, 2 * half - size), (0, 2 * half - size), (0, 0), (0, 0)))
+    # Channels have the order of those of the input's blocks.
     kernel = kernel.reshape(half, 2, half, 2, c, f).transpose(0, 2, 1, 3, 4, 5)
-    return x, kernel.reshape(half, half, 4 * c, f)
+    return kernel.reshape(half, half, 4 * c, f)
 
 
 def _side_by_side(xs: Array, kernels: Array, options: PlainOptions) -> Array:
@@ -205,6 +224,7 @@ def window_maximum(
         axes: Axes of the places.
     """
 
+    # The name of this function is a part of programs, and so of a run's fingerprint.
     def better(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
         a, i = one
         b, j = other

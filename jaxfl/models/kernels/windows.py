@@ -80,17 +80,25 @@ def _products_backward(window: Window, saved: tuple, dy: Array) -> tuple[Array |
     # dP = K dY.
     d = lax.dot_general(weights, columns, (((2,), (1,)), ((0,), (0,))), precision=window.precision)
     d = d.reshape(window.groups, *sizes, -1, *dy.shape[1:])
+    return _from_taps(d, shape, window), d_kernel
+
+
+def _from_taps(d: Array, shape: tuple[int, ...], window: Window) -> Array:
+    """Return the gradient of x of a shape from that of its taps `(groups, *sizes, c, *out)`.
+
+    The channels are those of a group, and the last axis of `out` is the batch.
+    """
     # One axis at a time keeps the terms few.
-    for axis in reversed(range(len(sizes))):
-        places = [
-            _Place(i * window.dilation[axis], window.strides[axis], shape[1 + axis])
-            for i in range(sizes[axis])
-        ]
-        terms = [
-            _dilate(jnp.take(d, i, 1 + axis), 2 + 2 * axis, place) for i, place in enumerate(places)
-        ]
+    for axis in reversed(range(len(window.strides))):
+        terms = []
+        for i in range(d.shape[1 + axis]):
+            start = i * window.dilation[axis]
+            place = _Place(start, window.strides[axis], shape[1 + axis])
+            # The kernel's axes that are left come before the channels and those of the maps.
+            tap = jnp.take(d, i, 1 + axis)
+            terms.append(_dilate(tap, 2 + 2 * axis, place))
         d = functools.reduce(jnp.add, terms)
-    return d.reshape(shape), d_kernel
+    return d.reshape(shape)
 
 
 # With symbolic zeros, the forward rule learns whether x needs a gradient.
@@ -113,23 +121,43 @@ def _channel_backward(window: Window, saved: tuple, dy: Array) -> tuple[Array | 
     # The batch is summed last, because the sum would otherwise add only n numbers at a time.
     axes = tuple(range(1, x.ndim - 1))
     zeros = [jnp.zeros((), dy.dtype)] * len(products)
+    # The name of this function is a part of programs, and so of a run's fingerprint.
     sums = lax.reduce(
         products, zeros, lambda a, b: [p + q for p, q in zip(a, b, strict=True)], axes
     )
     d_kernel = jnp.stack([s.sum(1) for s in sums]).reshape(kernel.shape)
+    # The first layer's input needs no gradient.
     if not perturbed:
         return None, d_kernel
-    # The gradient is a convolution of dy, spread by the strides, with the kernel turned round.
-    # The kernel's shape ends with channels and features, which `zip` leaves out.
-    reach = [d * (k - 1) for d, k in zip(window.dilation, kernel.shape, strict=False)]
-    for axis, (before, stride) in enumerate(zip(reach, window.strides, strict=True), 1):
-        dy = _dilate(dy, axis, _Place(before, stride, x.shape[axis] + before))
-    turned = kernel.reshape(-1, len(x))[::-1]
-    unstrided = window._replace(strides=(1,) * len(reach))
-    return _weighted_sum(turned, _taps(dy, kernel, unstrided)), d_kernel
+    return _turned_convolution(dy, kernel, x.shape, window), d_kernel
 
 
 _by_channel.defvjp(_channel_forward, _channel_backward, symbolic_zeros=True)
+
+
+def _turned_convolution(
+    dy: Array,
+    kernel: Array,
+    shape: tuple[int, ...],
+    window: Window,
+) -> Array:
+    """Return the gradient of an input x from that of its maps, for a kernel of each channel.
+
+    It is a convolution of dy, spread by the strides, with the kernel turned round.
+
+    Args:
+        dy: Gradient of the maps.
+        kernel: The kernel.
+        shape: Shape of x.
+        window: Options of the convolution of x.
+    """
+    # The kernel's shape ends with channels and features, which `zip` leaves out.
+    reach = [d * (k - 1) for d, k in zip(window.dilation, kernel.shape, strict=False)]
+    for axis, (before, stride) in enumerate(zip(reach, window.strides, strict=True), 1):
+        dy = _dilate(dy, axis, _Place(before, stride, shape[axis] + before))
+    turned = kernel.reshape(-1, shape[0])[::-1]
+    unstrided = window._replace(strides=(1,) * len(reach))
+    return _weighted_sum(turned, _taps(dy, kernel, unstrided))
 
 
 def _weighted_sum(weights: Array, taps: Sequence[Array]) -> Array:
@@ -219,12 +247,7 @@ def _max_backward(
     winner, shape = saved
     # Windows that do not overlap give each element at most one gradient, so nothing is summed.
     if sizes == strides:
-        number = np.arange(math.prod(sizes)).reshape([side for size in sizes for side in (1, size)])
-        dx = jnp.where(_within(winner) == number.astype(winner.dtype), _within(dy), 0)
-        dx = dx.reshape([out * size for out, size in zip(dy.shape, sizes, strict=True)])
-        # No window has the last elements of an axis that the sizes do not divide.
-        ends = [(0, side - covered, 0) for side, covered in zip(shape, dx.shape, strict=True)]
-        return (lax.pad(dx, jnp.zeros((), dy.dtype), ends),)
+        return (_to_winners(winner, dy, sizes, shape),)
     terms = []
     for number, place in enumerate(itertools.product(*map(range, sizes))):
         term = jnp.where(winner == number, dy, 0)
@@ -232,6 +255,25 @@ def _max_backward(
             term = _dilate(term, axis, _Place(place[axis], strides[axis], shape[axis]))
         terms.append(term)
     return (functools.reduce(jnp.add, terms),)
+
+
+def _to_winners(
+    winner: Array,
+    dy: Array,
+    sizes: tuple[int, ...],
+    shape: tuple[int, ...],
+) -> Array:
+    """Return the gradient of an input of a shape, by windows that do not overlap."""
+    # Places in windows have axes of their own, as in `_within`.
+    sides = [side for size in sizes for side in (1, size)]
+    number = np.arange(math.prod(sizes)).reshape(sides)
+    wins = _within(winner) == number.astype(winner.dtype)
+    dx = jnp.where(wins, _within(dy), 0)
+    covered = [out * size for out, size in zip(dy.shape, sizes, strict=True)]
+    dx = dx.reshape(covered)
+    # No window has the last elements of an axis that the sizes do not divide.
+    ends = [(0, side - end, 0) for side, end in zip(shape, covered, strict=True)]
+    return lax.pad(dx, jnp.zeros((), dy.dtype), ends)
 
 
 def _within(x: Array) -> Array:

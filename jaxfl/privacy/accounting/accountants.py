@@ -59,7 +59,7 @@ import scipy
 from jaxtyping import Float, Int
 
 from jaxfl._support.lazy import dp_accounting
-from jaxfl.privacy.accounting.observers import View
+from jaxfl.privacy.accounting.observers import Amplified, View
 
 Accountant = Literal["pld", "rdp"]
 """Way of computing an epsilon: by privacy loss distributions, or by Rényi divergences."""
@@ -160,22 +160,43 @@ def bound(
             searches. "rdp" then tries only orders up to `MOST_ROUGH` under sampling. The epsilon is
             valid, and usually larger.
     """
-    kinds, kind_of_client = _group_clients(view)
-    if repeats * int(view.hidden.sum()) > _MOST_COMPOSED:
-        accountant = "rdp"
+    composed = repeats * int(view.hidden.sum())
     # A finite variance is that of Skellam noise, for which PLD accounting has no bound.
-    if math.isfinite(view.variance):
+    if composed > _MOST_COMPOSED or math.isfinite(view.variance):
         accountant = "rdp"
-    most = ORDERS[-1]
-    if grid != 1:
-        most = MOST_ROUGH
+    direct = _direct_bound(view, accountant, delta, repeats, grid)
+    if view.amplified is None or accountant == "pld":
+        return direct
+    value = _amplified_epsilon(view.amplified, delta, repeats, _highest_order(grid))
+    if direct.values.max() <= value:
+        return direct
+    return EpsilonBound(np.minimum(direct.values, value), f"{view.amplified.theorem}; RDP")
+
+
+def _direct_bound(
+    view: View,
+    accountant: Accountant,
+    delta: float,
+    repeats: int,
+    grid: float,
+) -> EpsilonBound:
+    """Return the result of `bound` from the multipliers alone, without `View.amplified`."""
+    kinds, kind_of_client = _group_clients(view)
 
     def evaluate(kind: Float[np.ndarray, "R"]) -> float:
         plain = float(kind[0])
         sampled = kind[1:]
         if accountant == "rdp":
-            options = {"replaced": view.replaced, "most": most, "variance": view.variance}
-            return rdp_epsilon(plain, sampled, view.rate, delta, repeats, **options)
+            return rdp_epsilon(
+                plain,
+                sampled,
+                view.rate,
+                delta,
+                repeats,
+                replaced=view.replaced,
+                most=_highest_order(grid),
+                variance=view.variance,
+            )
         return pld_epsilon(plain, sampled, view.rate, delta, repeats, view.replaced, grid)
 
     values = np.array([evaluate(kind) for kind in kinds.T])
@@ -183,18 +204,25 @@ def bound(
     if worst is not None:
         # More noise never costs more, but the grid of its losses may be coarser.
         values = np.minimum(values, values[worst])
-    direct = EpsilonBound(values[kind_of_client], f"{view.theorem}; {accountant.upper()}")
-    if view.amplified is None or accountant == "pld":
-        return direct
-    levels = _levels(round_down(view.amplified.multiplier, _MOST_AMPLIFIED))
-    parts = [count * view.amplified.divergences(level, most=most) for level, count in levels]
+    return EpsilonBound(values[kind_of_client], f"{view.theorem}; {accountant.upper()}")
+
+
+def _highest_order(grid: float) -> int:
+    """Return the highest Rényi order under sampling, which is lower in a rough search."""
+    # Searches use a grid above 1, and an order costs as many terms as its number.
+    if grid == 1:
+        return ORDERS[-1]
+    return MOST_ROUGH
+
+
+def _amplified_epsilon(amplified: Amplified, delta: float, repeats: int, most: int) -> float:
+    """Return the RDP epsilon of amplified rounds that occur `repeats` times."""
+    levels = _levels(round_down(amplified.multiplier, _MOST_AMPLIFIED))
+    parts = [count * amplified.divergences(level, most=most) for level, count in levels]
     # At each order, the divergences of independent rounds add up.
     spent = repeats * np.sum(parts, axis=0)
     orders = orders_up_to(most)
-    value = float(dp_accounting.rdp.compute_epsilon(orders, spent.tolist(), delta)[0])
-    if direct.values.max() <= value:
-        return direct
-    return EpsilonBound(np.minimum(direct.values, value), f"{view.amplified.theorem}; RDP")
+    return float(dp_accounting.rdp.compute_epsilon(orders, spent.tolist(), delta)[0])
 
 
 def least_epsilon(
@@ -441,6 +469,24 @@ def _on_grid(multiplier: float, rate: float, sign: int, interval: float) -> Any:
     lowest = math.floor(bounds.epsilon_lower / interval)
     highest = math.ceil(bounds.epsilon_upper / interval)
     epsilons = interval * np.arange(lowest, highest + 1)
+    # Rounding may move a probability a little below 0 or above 1.
+    deltas = np.clip(_deltas_at(epsilons, losses, multiplier, rate, sign), 0.0, 1.0)
+    pmf = dp_accounting.pld.pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(
+        interval, lowest, highest, deltas
+    )
+    # For a sparse one the library computes its size to the power of the rounds, which may have a
+    # million digits.
+    return pmf.to_dense_pmf()
+
+
+def _deltas_at(
+    epsilons: Float[np.ndarray, "n"],
+    losses: Any,
+    multiplier: float,
+    rate: float,
+    sign: int,
+) -> Float[np.ndarray, "n"]:
+    """Return the failure probability at each epsilon, for the losses of `_on_grid`."""
     with np.errstate(divide="ignore"):
         # The loss, solved for u, is `unsampled`. No loss is as low as log(1 - q).
         least = np.log1p(-rate)
@@ -451,16 +497,7 @@ def _on_grid(multiplier: float, rate: float, sign: int, interval: float) -> Any:
     deltas = -np.expm1(np.minimum(epsilons, 0.0))
     x = -sign * (0.5 + multiplier**2 * unsampled)
     deltas[inside] = losses.mu_upper_cdf(x) - np.exp(epsilons[inside] + losses.mu_lower_log_cdf(x))
-    pmf = dp_accounting.pld.pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(
-        interval,
-        lowest,
-        highest,
-        # Rounding may move a probability a little below 0 or above 1.
-        np.clip(deltas, 0.0, 1.0),
-    )
-    # For a sparse one the library computes its size to the power of the rounds, which may have a
-    # million digits.
-    return pmf.to_dense_pmf()
+    return deltas
 
 
 def _gaussian_epsilon(plain: float, delta: float, repeats: int, replaced: bool) -> float:
@@ -542,9 +579,8 @@ def replaced_divergences(multiplier: float, rate: float) -> Float[np.ndarray, "o
         rate: q, the probability of participation.
     """
     z = multiplier
-    q = rate
     divergences = 2 * np.array(ORDERS) / z**2
-    if q == 1:
+    if rate == 1:
         return divergences
     step = min(z / 6, z**2 / 25)
     for i, order in enumerate(ORDERS):
@@ -554,18 +590,22 @@ def replaced_divergences(multiplier: float, rate: float) -> Float[np.ndarray, "o
         # Higher orders need even more steps, so all of them keep the unsampled divergence.
         if (last - first) / step > 2e5:
             break
-        x = np.arange(first, last, step)
-        up = (x - 0.5) / z**2
-        down = (-x - 0.5) / z**2
-        below = _log_mixture(down, q)
-        exponent = order * (_log_mixture(up, q) - below) + below - 0.5 * (x / z) ** 2
-        # The largest exponent leaves the sum, whose terms would otherwise overflow.
-        most = exponent.max()
-        scale = z * math.sqrt(2 * math.pi)
-        total = most + math.log(np.exp(exponent - most).sum() * step / scale)
+        total = _log_moment(order, np.arange(first, last, step), step, z, rate)
         rounded_up = max(total, 0.0) + 3e-14 * (1 + abs(total))
         divergences[i] = min(rounded_up / (order - 1), divergences[i])
     return divergences
+
+
+def _log_moment(order: int, x: Float[np.ndarray, "x"], step: float, z: float, rate: float) -> float:
+    """Return (a - 1) D_a of `replaced_divergences` before rounding up, by a sum over x."""
+    up = (x - 0.5) / z**2
+    down = (-x - 0.5) / z**2
+    below = _log_mixture(down, rate)
+    exponent = order * (_log_mixture(up, rate) - below) + below - 0.5 * (x / z) ** 2
+    # The largest exponent leaves the sum, whose terms would otherwise overflow.
+    most = exponent.max()
+    scale = z * math.sqrt(2 * math.pi)
+    return most + math.log(np.exp(exponent - most).sum() * step / scale)
 
 
 def _log_mixture(u: Float[np.ndarray, "x"], rate: float) -> Float[np.ndarray, "x"]:
@@ -706,39 +746,55 @@ def balls_in_bins(
         most: Highest order. Divergences are those of all `ORDERS` up to it.
     """
     orders = orders_up_to(most)
-    z = multiplier
-    plain = np.array(orders) / (2 * multiplier**2)
+    divergences = np.array(orders) / (2 * multiplier**2)
     highest = max(order for order in orders if order <= 256)
     k = np.arange(highest + 1)
-    term = k * (k - 1) / (2 * z**2) - scipy.special.gammaln(k + 1)
+    term = k * (k - 1) / (2 * multiplier**2) - scipy.special.gammaln(k + 1)
     # The first expectation needs coefficient a of this power of a series.
     power = _log_power(term, bins)
     # The second one needs E[exp(-t L)] at each t = e^u of the outer integral.
     u = np.arange(-45.0, 60.0, 0.02) - math.log(bins)
-    x = np.arange(-14.0, 14.0, min(0.05, z / 10))
-    weight = -0.5 * x**2 - np.logaddexp.reduce(-0.5 * x**2)
-    likelihood = np.exp(x / z - 0.5 / z**2)
-    transform = np.array([_log_sum(weight - math.exp(v) * likelihood) for v in u])
-    divergences = plain.copy()
+    transform = _log_transform(multiplier, u)
     for i, order in enumerate(orders):
         if order > highest:
             break
         up = scipy.special.gammaln(order + 1) - order * math.log(bins) + power[order]
-        s = order - 1
-        exponent = s * u + bins * transform
-        # If the integrand matters at either end of the grid, the sum lacks a part of it.
-        if max(exponent[0], exponent[-1]) > exponent.max() - 40:
-            continue
-        down = (
-            s * math.log(bins)
-            - scipy.special.gammaln(s)
-            + np.logaddexp.reduce(exponent)
-            + math.log(u[1] - u[0])
-        )
         # Rounding must not lower the bound, so a margin is added to the larger direction.
-        larger = max(up, down, 0.0)
-        divergences[i] = min((larger + 1e-10 * (1 + larger)) / s, plain[i])
+        larger = max(up, _log_inverse_moment(order - 1, u, transform, bins), 0.0)
+        divergences[i] = min((larger + 1e-10 * (1 + larger)) / (order - 1), divergences[i])
     return divergences
+
+
+def _log_transform(multiplier: float, u: Float[np.ndarray, "n"]) -> Float[np.ndarray, "n"]:
+    """Return the logarithm of E[exp(-t L_1)] of `balls_in_bins` at each t = e^u."""
+    x = np.arange(-14.0, 14.0, min(0.05, multiplier / 10))
+    # Weights are the logarithms of probabilities, which sum to 1.
+    weight = -0.5 * x**2 - np.logaddexp.reduce(-0.5 * x**2)
+    likelihood = np.exp(x / multiplier - 0.5 / multiplier**2)
+    return np.array([_log_sum(weight - math.exp(v) * likelihood) for v in u])
+
+
+def _log_inverse_moment(
+    s: int,
+    u: Float[np.ndarray, "n"],
+    transform: Float[np.ndarray, "n"],
+    bins: int,
+) -> float:
+    """Return the logarithm of the second expectation of `balls_in_bins`.
+
+    It is infinite if the integrand does not decay on the grid of `u`.
+    """
+    exponent = s * u + bins * transform
+    # If the integrand matters at either end of the grid, the sum lacks a part of it.
+    if max(exponent[0], exponent[-1]) > exponent.max() - 40:
+        return math.inf
+    # The last term is the logarithm of the grid's step.
+    return (
+        s * math.log(bins)
+        - scipy.special.gammaln(s)
+        + np.logaddexp.reduce(exponent)
+        + math.log(u[1] - u[0])
+    )
 
 
 def _log_sum(terms: Float[np.ndarray, "n"]) -> float:

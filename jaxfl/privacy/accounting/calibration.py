@@ -18,7 +18,13 @@ from jaxfl._support.checks import (
 from jaxfl._support.lazy import dp_accounting
 from jaxfl.privacy.accounting import accountants
 from jaxfl.privacy.accounting.accountants import Accountant, failure_probability, least_epsilon
-from jaxfl.privacy.accounting.ledgers import BOTH, Epsilon, bounds_of, of_states
+from jaxfl.privacy.accounting.ledgers import (
+    BOTH,
+    Epsilon,
+    bounds_of,
+    of_states,
+    rounds_of_schedule,
+)
 from jaxfl.privacy.accounting.observers import View, plain_view
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Full, Poisson, Sampling, limited
@@ -95,8 +101,7 @@ def planned_exposure(
     """
     sampling = limited(mechanism.sampling, rounds, participations, separation)
     mechanism = dataclasses.replace(mechanism, sampling=sampling)
-    tables = mechanism.client_noise_table, mechanism.weight_table, mechanism.noise_multiplier_table
-    length = max(len(table) for table in tables)
+    length = rounds_of_schedule(mechanism)
     if length not in (1, rounds):
         # The check raises the error that names the table.
         mechanism.check_fits(clients, rounds)
@@ -165,14 +170,14 @@ def calibrate(
     >>> round(calibrate(1.0, clients=20, rounds=400, participations=100), 1)
     37.3
     """
-    if shape is not None and len(shape) != rounds:
-        raise ValueError(
-            f"shape must have one number above 0 per round, got {show(shape)} for {rounds} rounds. "
-            f"Give {rounds} numbers."
-        )
     scale = np.ones(1)
     if shape is not None:
         scale = np.asarray(shape, float)
+        if len(scale) != rounds:
+            raise ValueError(
+                f"shape must have one number above 0 per round, got {show(shape)} for {rounds} "
+                f"rounds. Give {rounds} numbers."
+            )
     base = Mechanism(clip=1.0, sampling=sampling) if mechanism is None else mechanism
     weighed = len(base.weight_table)
     if weighed not in (1, rounds):
@@ -186,8 +191,14 @@ def calibrate(
         multiplier = noise if len(noise) > 1 else noise[0]
         # Noise is in multiples of the clip bound, so any finite bound gives this epsilon.
         probe = dataclasses.replace(base, clip=1.0, noise_multiplier=multiplier)
-        limits: dict[str, Any] = {"participations": participations, "separation": separation}
-        return planned_exposure(probe, clients, rounds, stateful=stateful, **limits)
+        return planned_exposure(
+            probe,
+            clients,
+            rounds,
+            participations=participations,
+            separation=separation,
+            stateful=stateful,
+        )
 
     exposure = check_scales("mechanism", base, exposed)
     return needed_noise(exposure, epsilon, failure_probability(delta, clients), accountant)

@@ -5,13 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
-from jaxfl._support.checks import (
-    check_delta,
-    checked,
-    show,
-)
+from jaxfl._support.checks import check_delta, checked, show
 from jaxfl.privacy.accounting import accountants
 from jaxfl.privacy.accounting.accountants import Accountant, failure_probability
 from jaxfl.privacy.accounting.observers import Observer, View
@@ -303,20 +299,8 @@ def example_epsilon(
     check_delta("delta", delta)
     if dp_sgd is None:
         return no_epsilon(clients, "examples are not clipped one by one")
-    rounds = np.asarray(ledger.participants, bool).sum(axis=0)
-    # A client's noise in rounds without it must not count as its least.
-    noise_by_round = np.where(ledger.participants, ledger.example_noise, math.inf)
-    least_noise = noise_by_round.min(axis=0, initial=math.inf)
-    noise = accountants.round_down(np.where(rounds > 0, least_noise, 0.0))
-    rates = np.broadcast_to(dp_sgd.rate_table, clients)
     # Clients with equal noise, rate and rounds share one epsilon, which is computed once.
-    facts = np.stack([noise, rates, rounds])
-    kinds, kind_of_client = np.unique(facts, axis=1, return_inverse=True)
-    if kinds.shape[1] > 64:
-        # More noise, a smaller rate and fewer rounds only lower epsilon.
-        most_rounds = np.where(rounds > 0, rounds.max(), 0)
-        pooled = np.stack([noise, np.full(clients, rates.max()), most_rounds])
-        kinds, kind_of_client = np.unique(pooled, axis=1, return_inverse=True)
+    kinds, kind_of_client = _example_kinds(ledger, dp_sgd)
     evaluate = accountants.rdp_epsilon if accountant == "rdp" else accountants.pld_epsilon
 
     def of_kind(z: float, rate: float, count: float) -> float:
@@ -327,8 +311,7 @@ def example_epsilon(
             return math.inf
         return evaluate(math.inf, np.array([z]), rate, delta, int(count) * dp_sgd.steps)
 
-    # NumPy 2.0 gives the inverse more than one axis.
-    per_client = np.array([of_kind(*kind) for kind in kinds.T])[kind_of_client.reshape(-1)]
+    per_client = np.array([of_kind(*kind) for kind in kinds.T])[kind_of_client]
     worst = float(per_client.max())
     if math.isinf(worst):
         noises, _, counts = kinds
@@ -336,10 +319,40 @@ def example_epsilon(
         if noises[counts > 0].all():
             reason = _TINY
         return Epsilon(worst, per_client, "none", reason)
+    rates = dp_sgd.rate_table
     # The keys of a dict are distinct, so equal rates are named once.
     rate = " to ".join(f"{rate:g}" for rate in dict.fromkeys([rates.min(), rates.max()]))
     theorem = f"Poisson-sampled Gaussian, rate {rate}, zero-out, {dp_sgd.steps} steps per round"
     return Epsilon(worst, per_client, f"{theorem}; {accountant.upper()}", None)
+
+
+def _example_kinds(
+    ledger: Ledger,
+    dp_sgd: DPSGD,
+) -> tuple[Float[np.ndarray, "3 K"], Int[np.ndarray, "C"]]:
+    """Return distinct columns of noise, rate and rounds, and the column of each client."""
+    clients = ledger.participants.shape[1]
+    rounds = np.asarray(ledger.participants, bool).sum(axis=0)
+    # A client's noise in rounds without it must not count as its least.
+    noise_by_round = np.where(ledger.participants, ledger.example_noise, math.inf)
+    least_noise = noise_by_round.min(axis=0, initial=math.inf)
+    noise = accountants.round_down(np.where(rounds > 0, least_noise, 0.0))
+    rates = np.broadcast_to(dp_sgd.rate_table, clients)
+    kinds, kind_of_client = _distinct_columns(noise, rates, rounds)
+    if kinds.shape[1] > 64:
+        # More noise, a smaller rate and fewer rounds only lower epsilon.
+        most_rounds = np.where(rounds > 0, rounds.max(), 0)
+        return _distinct_columns(noise, np.full(clients, rates.max()), most_rounds)
+    return kinds, kind_of_client
+
+
+def _distinct_columns(
+    *rows: np.ndarray,
+) -> tuple[Float[np.ndarray, "R K"], Int[np.ndarray, "C"]]:
+    table = np.stack(rows)
+    columns, column_of_client = np.unique(table, axis=1, return_inverse=True)
+    # NumPy 2.0 gives the inverse more than one axis.
+    return columns, column_of_client.reshape(-1)
 
 
 @checked()
@@ -410,20 +423,6 @@ def running_epsilon(
     ([4.38, 4.73], 0.0)
     """
     delta = failure_probability(terms.delta, clients)
-    tables = mechanism.client_noise_table, mechanism.weight_table, mechanism.noise_multiplier_table
-    known = max(len(table) for table in tables)
-
-    def planned(done: int) -> Ledger:
-        if known > 1 and done > known:
-            raise ValueError(
-                f"done must be at most {known}, the rounds of the mechanism's schedule, "
-                f"got {done!r}. Give fewer rounds."
-            )
-        # Tables of a schedule fit no fewer rounds, and a plan has at least one round.
-        length = max(done, 1)
-        if known > 1:
-            length = known
-        return first_rounds(planned_ledger(mechanism, clients, length, dp_sgd), done)
 
     def client(ledger: Ledger, observer: Observer) -> dict[Accountant, float]:
         # Before the first round nothing has been revealed, by whatever method.
@@ -431,10 +430,7 @@ def running_epsilon(
             return dict.fromkeys(BOTH, 0.0)
         if terms.broken is not None:
             return dict.fromkeys(BOTH, math.inf)
-        # Only the largest epsilon is asked for, so the client that has it may stand for all.
-        view = accountants.most_exposed(_view(ledger, mechanism, observer, stateful=stateful))
-        bounds = bounds_of([view], BOTH, delta, view.multiplier.shape[1])
-        return {accountant: bound.value for accountant, bound in bounds.items()}
+        return _largest_epsilons(_view(ledger, mechanism, observer, stateful=stateful), delta)
 
     def example(ledger: Ledger) -> float:
         if not len(ledger.participants):
@@ -445,7 +441,10 @@ def running_epsilon(
         )
 
     def spent(rounds: int | Ledger) -> Spent:
-        ledger = rounds if isinstance(rounds, Ledger) else planned(rounds)
+        if isinstance(rounds, Ledger):
+            ledger = rounds
+        else:
+            ledger = _planned_rounds(mechanism, clients, rounds, dp_sgd)
         sums = client(ledger, "aggregate")
         least = min(sums.values())
         upload = None
@@ -459,6 +458,34 @@ def running_epsilon(
         return Spent(least, sums["rdp"], upload, of_example)
 
     return spent
+
+
+def _largest_epsilons(view: View, delta: float) -> dict[Accountant, float]:
+    # Only the largest epsilon is asked for, so the client that has it may stand for all.
+    exposed = accountants.most_exposed(view)
+    bounds = bounds_of([exposed], BOTH, delta, exposed.multiplier.shape[1])
+    return {accountant: bound.value for accountant, bound in bounds.items()}
+
+
+def _planned_rounds(mechanism: Mechanism, clients: int, done: int, dp_sgd: DPSGD | None) -> Ledger:
+    """Return the ledger of the first `done` rounds of a plan, which may be none."""
+    known = rounds_of_schedule(mechanism)
+    if known > 1 and done > known:
+        raise ValueError(
+            f"done must be at most {known}, the rounds of the mechanism's schedule, "
+            f"got {done!r}. Give fewer rounds."
+        )
+    # Tables of a schedule fit no fewer rounds, and a plan has at least one round.
+    length = max(done, 1)
+    if known > 1:
+        length = known
+    return first_rounds(planned_ledger(mechanism, clients, length, dp_sgd), done)
+
+
+def rounds_of_schedule(mechanism: Mechanism) -> int:
+    """Return the number of rounds for which the mechanism has numbers, or 1 for any number."""
+    tables = mechanism.client_noise_table, mechanism.weight_table, mechanism.noise_multiplier_table
+    return max(len(table) for table in tables)
 
 
 def first_rounds(ledger: Ledger, done: int) -> Ledger:

@@ -160,6 +160,23 @@ def sum_noise(
     floor = np.square(np.asarray(ledger.noise_multiplier, np.float64) * weights.max(axis=1))
     added = np.square(np.asarray(ledger.server_noise, np.float64))
     recorded = brought(ledger.participants, noise) + added
+    _check_floor(ledger, recorded, floor)
+    clients = ledger.participants.shape[1]
+    above = floor[:, None]
+    insider = insider and clients > 1
+    if insider:
+        # An insider knows its own noise, which is the largest one at worst.
+        # The factor keeps rounding from leaving too much noise.
+        above = above - _largest_other(noise) * (1 + 1e-9)
+    return SumNoise(clients, noise, weights, floor, above, hides_cohort, replaced, insider)
+
+
+def _check_floor(
+    ledger: Ledger,
+    recorded: Float[np.ndarray, "T"],
+    floor: Float[np.ndarray, "T"],
+) -> None:
+    """Require recorded variances that reach the floor in every round."""
     short = recorded < floor * (1 - ROUNDING)
     if short.any():
         round_ = int(np.argmax(short))
@@ -169,14 +186,6 @@ def sum_noise(
             f"noise_multiplier={float(ledger.noise_multiplier[round_])!r}. "
             "Record the noise that was drawn."
         )
-    clients = ledger.participants.shape[1]
-    above = floor[:, None]
-    insider = insider and clients > 1
-    if insider:
-        # An insider knows its own noise, which is the largest one at worst.
-        # The factor keeps rounding from leaving too much noise.
-        above = above - _largest_other(noise) * (1 + 1e-9)
-    return SumNoise(clients, noise, weights, floor, above, hides_cohort, replaced, insider)
 
 
 def brought(

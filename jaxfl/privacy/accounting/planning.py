@@ -39,6 +39,7 @@ from jaxfl.privacy.sampling import (
     FixedSize,
     MinSeparation,
     Poisson,
+    Sampling,
     limited,
 )
 
@@ -64,6 +65,9 @@ _NONE: dict[str, Mechanism] = {}
 
 _BUFFERS = 3
 """Number of buffers of "blt"."""
+
+_UNIT: dict[str, Any] = {"clip": 1.0, "noise_multiplier": 1.0}
+"""Clip bound and multiplier of all candidates of `plan`."""
 
 _MOST_CORRELATED = 100_000
 """Most rounds for which `plan` tries correlated noise. Its error then takes a minute."""
@@ -137,12 +141,14 @@ class Plan(NamedTuple):
         return np.array([self._after(number, self.delta) for number in rounds])
 
     def _after(self, rounds: int, delta: float) -> float:
-        limits: dict[str, Any] = {
-            "participations": self.participations,
-            "separation": self.separation,
-        }
         return _epsilon(
-            self.mechanism, self.clients, rounds, delta, stateful=self.stateful, **limits
+            self.mechanism,
+            self.clients,
+            rounds,
+            delta,
+            stateful=self.stateful,
+            participations=self.participations,
+            separation=self.separation,
         )
 
 
@@ -256,114 +262,42 @@ def plan(
             f"epsilon or noise_multiplier must be given, and not both, got epsilon={epsilon!r} and "
             f"noise_multiplier={noise_multiplier!r}. Give one of the two."
         )
-    delta = failure_probability(delta, clients)
-    limits: dict[str, Any] = {"participations": participations, "separation": separation}
+    deployment = _Deployment(
+        clients=clients,
+        cohort=cohort,
+        rounds=rounds,
+        epsilon=epsilon,
+        noise_multiplier=noise_multiplier,
+        delta=failure_probability(delta, clients),
+        stateful=stateful,
+        participations=participations,
+        separation=separation,
+    )
+    deployment.check_limits()
     # Either limit makes draws dependent, and leaves only the kinds that rely on no draw.
-    has_limits = participations is not None or separation is not None
-    if separation is not None and separation * cohort > clients:
-        raise ValueError(
-            f"separation must be at most {clients // cohort}, as often as cohorts of {cohort} fit "
-            f"in {clients} clients, got {separation}. Give a smaller separation or cohort."
-        )
-    # A client takes part so often on average, rounded up.
-    average = -(-rounds * cohort // clients)
-    if participations is not None and participations < average:
-        raise ValueError(
-            f"participations must be at least {average}, because {rounds} rounds of {cohort} of "
-            f"{clients} clients need as many on average, got {participations}. "
-            "Give a larger limit, a smaller cohort or fewer rounds."
-        )
-
-    def error(mechanism: Mechanism, z: float) -> float:
-        """Return the error of a plan with multiplier z (`Plan.error`)."""
-        weights = mechanism.weight_table
-        # Noise is in multiples of the largest weight, and the denominator has the mean weight.
-        share = np.max(weights.max(axis=1) / weights.mean(axis=1))
-        return float(z * share / mechanism.sampling.expected(clients) * mechanism.error(rounds))
-
-    def exposed(mechanism: Mechanism) -> Exposure:
-        return planned_exposure(mechanism, clients, rounds, stateful=stateful, **limits)
-
-    def promised(mechanism: Mechanism) -> float:
-        """Return the approximate error of a mechanism with the noise that the budget needs.
-
-        Without a budget, return the error with a multiplier of 1.
-        """
-        if epsilon is None:
-            return error(mechanism, 1.0)
-        return error(mechanism, rough_noise(exposed(mechanism), epsilon, delta))
-
-    def needed(mechanism: Mechanism) -> float:
-        """Return the noise multiplier that is given or that the budget needs."""
-        if epsilon is None:
-            # Without a budget the multiplier is given, and is never None here.
-            return float(noise_multiplier or 0.0)
-        return needed_noise(exposed(mechanism), epsilon, delta, "pld")
-
-    def beaten(mechanism: Mechanism, least: float) -> bool:
-        """Return whether the mechanism exceeds a given budget if its error is to be `least`."""
-        if epsilon is None:
-            return False
-        # The error is proportional to the noise, so this factor on it gives the error `least`.
-        enough = exposed(mechanism).scaled(least / error(mechanism, 1.0))
-        return least_epsilon(enough.view, "pld", delta, enough.repeats) > epsilon
-
-    def best(
-        mechanisms: Sequence[Mechanism], step: Callable[[], None]
-    ) -> tuple[Mechanism, float] | None:
-        """Return the mechanism of least error and its noise, or None if there are no mechanisms.
-
-        Mechanisms that promise the least error are tried first.
-        """
-        found = None
-        least = math.inf
-        for mechanism in sorted(mechanisms, key=promised):
-            # One epsilon shows that a mechanism is no better. Its noise takes a search over many.
-            if found is None or not beaten(mechanism, least):
-                z = needed(mechanism)
-                if error(mechanism, z) < least:
-                    found = (mechanism, z)
-                    least = error(mechanism, z)
-            step()
-        return found
-
-    def priced(kind: str, mechanism: Mechanism, z: float) -> Plan:
-        bounds = exposed(mechanism).scaled(z).epsilons(clients, delta)
-        return Plan(
-            kind=kind,
-            mechanism=dataclasses.replace(mechanism, noise_multiplier=z),
-            clients=clients,
-            rounds=rounds,
-            delta=delta,
-            noise_multiplier=z,
-            pld=tightest(bounds),
-            rdp=bounds["rdp"],
-            error=error(mechanism, z),
-            stateful=stateful,
-            **limits,
-        )
-
-    compared: list[Kind] = [kind for kind in kinds if not has_limits or kind in _KNOWN]
     candidates: dict[str, list[Mechanism]] = {
-        kind: _candidates(kind, clients, cohort, rounds, participations, separation)
-        for kind in compared
+        kind: deployment.candidates(kind)
+        for kind in kinds
+        if not deployment.has_limits or kind in _KNOWN
     }
     for name, own in mechanisms.items():
-        _check_fits_plan(f"mechanisms[{name!r}]", own, clients, cohort, rounds, exposed)
+        deployment.check_fits(f"mechanisms[{name!r}]", own)
         candidates[name] = [dataclasses.replace(own, clip=1.0, noise_multiplier=1.0)]
     # The mechanisms of a kind compete for the least error, and only the best one gets both bounds.
     with _planning_bar(sum(map(len, candidates.values())), progress) as step:
-        found = {kind: best(mechanisms, step) for kind, mechanisms in candidates.items()}
-        plans = [priced(kind, *chosen) for kind, chosen in found.items() if chosen is not None]
+        found = {kind: deployment.best(rivals, step) for kind, rivals in candidates.items()}
+        plans = [
+            deployment.priced(kind, *chosen) for kind, chosen in found.items() if chosen is not None
+        ]
     if not plans:
         under = ""
-        if has_limits:
+        if deployment.has_limits:
             under = f" under participations={participations}, separation={separation}"
         raise ValueError(
             f"kinds must have one that fits cohort={cohort} of clients={clients}{under}, "
             f"got {kinds!r}. Give other kinds, for instance 'any cohort'."
         )
-    return sorted(plans, key=_error)
+    return sorted(plans, key=lambda candidate: candidate.error)
 
 
 @contextlib.contextmanager
@@ -377,33 +311,203 @@ def _planning_bar(steps: int, show: bool) -> Iterator[Callable[[], None]]:
         yield lambda: bar.advance(line)
 
 
-def _check_fits_plan(
-    name: str,
-    mechanism: Mechanism,
-    clients: int,
-    cohort: int,
-    rounds: int,
-    exposed: Callable[[Mechanism], Exposure],
-) -> None:
-    """Require the plan's mean cohort size, a finite error, and noise that the multiplier sets."""
-    error = float(mechanism.error(rounds))
-    if not 0 < error < math.inf:
-        raise ValueError(
-            f"{name}.error({rounds}) must be a finite number above 0, got {error}. "
-            "Return the root mean square of the noise in the model, over z C."
+class _Deployment(NamedTuple):
+    """Deployment that needs a mechanism. The arguments of `plan` have the same names."""
+
+    clients: int
+    cohort: int
+    rounds: int
+    epsilon: float | None
+    noise_multiplier: float | None
+    delta: float
+    stateful: bool
+    participations: int | None
+    separation: int | None
+
+    @property
+    def has_limits(self) -> bool:
+        """Whether the server enforces a limit on how often or how soon a client returns."""
+        return self.participations is not None or self.separation is not None
+
+    def check_limits(self) -> None:
+        """Require limits under which the cohorts of all rounds can be filled."""
+        separation = self.separation
+        # More groups would not all hold a cohort.
+        most = self.clients // self.cohort
+        if separation is not None and separation > most:
+            raise ValueError(
+                f"separation must be at most {most}, as often as cohorts of {self.cohort} fit "
+                f"in {self.clients} clients, got {separation}. Give a smaller separation or cohort."
+            )
+        # A client takes part so often on average, rounded up.
+        average = -(-self.rounds * self.cohort // self.clients)
+        if self.participations is not None and self.participations < average:
+            raise ValueError(
+                f"participations must be at least {average}, because {self.rounds} rounds of "
+                f"{self.cohort} of {self.clients} clients need as many on average, got "
+                f"{self.participations}. Give a larger limit, a smaller cohort or fewer rounds."
+            )
+
+    def check_fits(self, name: str, mechanism: Mechanism) -> None:
+        """Require the mean cohort size, a finite error, and noise that the multiplier sets."""
+        error = float(mechanism.error(self.rounds))
+        if not 0 < error < math.inf:
+            raise ValueError(
+                f"{name}.error({self.rounds}) must be a finite number above 0, got {error}. "
+                "Return the root mean square of the noise in the model, over z C."
+            )
+        expected = mechanism.sampling.expected(self.clients)
+        if abs(expected - self.cohort) > 1:
+            raise ValueError(
+                f"{name}.sampling must draw {self.cohort} clients on average, the cohort of the "
+                f"plan, got {mechanism.sampling!r}, which draws {expected:.6g}. "
+                "Give another sampler or cohort."
+            )
+        check_scales(
+            name,
+            mechanism,
+            lambda z: self.exposed(dataclasses.replace(mechanism, clip=1.0, noise_multiplier=z)),
         )
-    expected = mechanism.sampling.expected(clients)
-    if abs(expected - cohort) > 1:
-        raise ValueError(
-            f"{name}.sampling must draw {cohort} clients on average, the cohort of the plan, "
-            f"got {mechanism.sampling!r}, which draws {expected:.6g}. "
-            "Give another sampler or cohort."
+
+    def candidates(self, kind: Kind) -> list[Mechanism]:
+        """Return the mechanisms of a kind that fit, with clip and multiplier 1."""
+        correlated = {"banded": self._banded, "separated": self._separated, "blt": self._blt}
+        if kind not in correlated:
+            return [Mechanism(**_UNIT, sampling=sampling) for sampling in self._samplers(kind)]
+        # The error of correlated noise would take minutes for more rounds.
+        if self.rounds > _MOST_CORRELATED:
+            return []
+        return correlated[kind]()
+
+    def _samplers(self, kind: Kind) -> list[Sampling]:
+        """Return the sampler of a kind of independent noise, or none if it does not fit."""
+        if kind == "poisson":
+            return [Poisson(self.cohort / self.clients)]
+        if kind == "fixed size":
+            return [FixedSize(self.cohort)]
+        if kind == "any cohort":
+            return [MinSeparation(self.cohort, separation=1)]
+        bins = round(self.clients / self.cohort)
+        if bins > MOST_BINS:
+            return []
+        return [BallsInBins(bins)]
+
+    def _banded(self) -> list[Mechanism]:
+        rate = self.cohort / self.clients
+        return [
+            BandedNoise(**_UNIT, bands=b, sampling=CyclicPoisson(rate, b)) for b in self._cycles()
+        ]
+
+    def _separated(self) -> list[Mechanism]:
+        if self.separation is None:
+            return [self._bands(b, b) for b in sorted({*self._cycles(), self._widest()})]
+        # The limit fixes the groups, so candidates differ in their numbers of bands alone.
+        fitting = (b for b in _CYCLES if b <= self.rounds)
+        bands = {1, min(self.rounds, self.separation), *fitting}
+        return [self._bands(b, self.separation) for b in sorted(bands)]
+
+    def _bands(self, bands: int, gap: int) -> Mechanism:
+        return BandedNoise(
+            **_UNIT, bands=bands, sampling=MinSeparation(self.cohort, separation=gap)
         )
-    check_scales(
-        name,
-        mechanism,
-        lambda z: exposed(dataclasses.replace(mechanism, clip=1.0, noise_multiplier=z)),
-    )
+
+    def _blt(self) -> list[Mechanism]:
+        # Without a limit, the largest gap leaves clients the fewest rounds.
+        gap = self.separation or self._widest()
+        numbers = blt(_BUFFERS, self.rounds, gap, self.participations)._asdict()
+        return [BLTNoise(**_UNIT, **numbers, sampling=MinSeparation(self.cohort, separation=gap))]
+
+    def _cycles(self) -> list[int]:
+        """Return the cycles that fit in the run, and whose groups hold a cohort."""
+        return [b for b in _CYCLES if b <= self.rounds and b * self.cohort <= self.clients]
+
+    def _widest(self) -> int:
+        # More groups would be too small for a cohort, or would not all get a turn.
+        return min(self.rounds, self.clients // self.cohort)
+
+    def best(
+        self,
+        mechanisms: Sequence[Mechanism],
+        step: Callable[[], None],
+    ) -> tuple[Mechanism, float] | None:
+        """Return the mechanism of least error and its noise, or None if there are no mechanisms.
+
+        Mechanisms that promise the least error are tried first.
+        """
+        found = None
+        least = math.inf
+        for mechanism in sorted(mechanisms, key=self.promised):
+            # One epsilon shows that a mechanism is no better. Its noise takes a search over many.
+            if found is None or not self.beaten(mechanism, least):
+                z = self.needed(mechanism)
+                error = self.error(mechanism, z)
+                if error < least:
+                    found = (mechanism, z)
+                    least = error
+            step()
+        return found
+
+    def promised(self, mechanism: Mechanism) -> float:
+        """Return the approximate error of a mechanism with the noise that the budget needs.
+
+        Without a budget, return the error with a multiplier of 1.
+        """
+        if self.epsilon is None:
+            return self.error(mechanism, 1.0)
+        noise = rough_noise(self.exposed(mechanism), self.epsilon, self.delta)
+        return self.error(mechanism, noise)
+
+    def beaten(self, mechanism: Mechanism, least: float) -> bool:
+        """Return whether the mechanism exceeds a given budget if its error is to be `least`."""
+        if self.epsilon is None:
+            return False
+        # The error is proportional to the noise, so this factor on it gives the error `least`.
+        enough = self.exposed(mechanism).scaled(least / self.error(mechanism, 1.0))
+        return least_epsilon(enough.view, "pld", self.delta, enough.repeats) > self.epsilon
+
+    def needed(self, mechanism: Mechanism) -> float:
+        """Return the noise multiplier that is given or that the budget needs."""
+        if self.epsilon is None:
+            # Without a budget the multiplier is given, and is never None here.
+            return float(self.noise_multiplier or 0.0)
+        return needed_noise(self.exposed(mechanism), self.epsilon, self.delta, "pld")
+
+    def error(self, mechanism: Mechanism, z: float) -> float:
+        """Return the error of a plan with multiplier z (`Plan.error`)."""
+        weights = mechanism.weight_table
+        # Noise is in multiples of the largest weight, and the denominator has the mean weight.
+        share = np.max(weights.max(axis=1) / weights.mean(axis=1))
+        expected = mechanism.sampling.expected(self.clients)
+        return float(z * share / expected * mechanism.error(self.rounds))
+
+    def exposed(self, mechanism: Mechanism) -> Exposure:
+        """Return what the run reveals of its most exposed client (`planned_exposure`)."""
+        return planned_exposure(
+            mechanism,
+            self.clients,
+            self.rounds,
+            participations=self.participations,
+            separation=self.separation,
+            stateful=self.stateful,
+        )
+
+    def priced(self, kind: str, mechanism: Mechanism, z: float) -> Plan:
+        """Return the plan of a mechanism with multiplier z."""
+        bounds = self.exposed(mechanism).scaled(z).epsilons(self.clients, self.delta)
+        return Plan(
+            kind=kind,
+            mechanism=dataclasses.replace(mechanism, noise_multiplier=z),
+            clients=self.clients,
+            rounds=self.rounds,
+            delta=self.delta,
+            noise_multiplier=z,
+            pld=tightest(bounds),
+            rdp=bounds["rdp"],
+            error=self.error(mechanism, z),
+            stateful=self.stateful,
+            participations=self.participations,
+            separation=self.separation,
+        )
 
 
 @checked(noise_multiplier=_check_multiplier, delta=check_delta)
@@ -479,54 +583,6 @@ def _epsilon(
     exposure = planned_exposure(mechanism, clients, rounds, **options)
     bounds = exposure.epsilons(clients, failure_probability(delta, clients))
     return tightest(bounds).value
-
-
-def _candidates(
-    kind: Kind,
-    clients: int,
-    cohort: int,
-    rounds: int,
-    participations: int | None,
-    separation: int | None,
-) -> list[Mechanism]:
-    """Return the mechanisms of a kind that fit, with clip and multiplier 1."""
-    base: dict[str, Any] = {"clip": 1.0, "noise_multiplier": 1.0}
-    cycles = [b for b in _CYCLES if b <= rounds and b * cohort <= clients]
-    if kind == "poisson":
-        return [Mechanism(**base, sampling=Poisson(cohort / clients))]
-    if kind == "fixed size":
-        return [Mechanism(**base, sampling=FixedSize(cohort))]
-    if kind == "balls in bins":
-        bins = round(clients / cohort)
-        if bins > MOST_BINS:
-            return []
-        return [Mechanism(**base, sampling=BallsInBins(bins))]
-    if kind == "any cohort":
-        return [Mechanism(**base, sampling=MinSeparation(cohort, separation=1))]
-    if rounds > _MOST_CORRELATED:
-        return []
-    if kind == "banded":
-        rate = cohort / clients
-        return [BandedNoise(**base, bands=b, sampling=CyclicPoisson(rate, b)) for b in cycles]
-    # More groups would be too small for a cohort, or would not all get a turn.
-    widest = min(rounds, clients // cohort)
-    if kind == "blt":
-        gap = separation or widest
-        numbers = blt(_BUFFERS, rounds, gap, participations)._asdict()
-        return [BLTNoise(**base, **numbers, sampling=MinSeparation(cohort, separation=gap))]
-    if separation is None:
-        gaps = sorted({*cycles, widest})
-        return [
-            BandedNoise(**base, bands=b, sampling=MinSeparation(cohort, separation=b)) for b in gaps
-        ]
-    # The limit fixes the groups, so candidates differ in their numbers of bands alone.
-    bands = {1, min(rounds, separation), *(b for b in _CYCLES if b <= rounds)}
-    sampling = MinSeparation(cohort, separation=separation)
-    return [BandedNoise(**base, bands=b, sampling=sampling) for b in sorted(bands)]
-
-
-def _error(candidate: Plan) -> float:
-    return candidate.error
 
 
 def _largest(within: Callable[[int], bool], most: int) -> int:

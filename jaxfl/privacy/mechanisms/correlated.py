@@ -33,7 +33,7 @@ import numpy as np
 import scipy
 from jax import Array
 from jax.sharding import Mesh
-from jaxtyping import Bool, Float, Key
+from jaxtyping import Bool, Float, Key, UInt8
 
 from jaxfl._support.checks import check_count, check_numbers, checked, show
 from jaxfl.privacy.accounting.observers import ROUNDING, Observer, View, one_gaussian
@@ -142,15 +142,10 @@ class CorrelatedNoise(Mechanism):
         # If the turns of a client do not overlap in S, each of them is a Gaussian of its own.
         if self.sampling.gap >= self.bands_at_most and view.hidden.all():
             return view.scaled(1 / norm)._replace(theorem=f"{view.theorem}, banded factorisation")
-        adjacency = "replace-one" if replaced else "zero-out"
         exposure = np.full(1, norm)
         if not one_round:
             exposure = exposures(strategy, ledger.participants)
-        # A client that never takes part reveals nothing, even without noise.
-        multiplier = np.full((1, len(exposure)), np.inf)
-        np.divide(np.min(view.multiplier), exposure, out=multiplier, where=exposure[None] > 0)
-        run = one_gaussian(0.0, f"Gaussian, {adjacency}, matrix factorisation", view.why_infinite)
-        return run._replace(multiplier=multiplier, replaced=replaced, grows=True, turn=0)
+        return _whole_run(view, exposure, replaced)
 
     def describe(self, ledger: Ledger) -> list[str]:
         """Return a list of one sentence about the noise in the model."""
@@ -161,6 +156,17 @@ class CorrelatedNoise(Mechanism):
             "correlated noise: its root mean square in the model is "
             f"{error / plain:.3g} times that of independent noise"
         ]
+
+
+def _whole_run(view: View, exposure: Float[np.ndarray, "#C"], replaced: bool) -> View:
+    """Return one Gaussian for the run, whose multiplier is divided by each client's exposure."""
+    adjacency = "replace-one" if replaced else "zero-out"
+    # A client that never takes part reveals nothing, even without noise.
+    multiplier = np.full((1, len(exposure)), np.inf)
+    np.divide(np.min(view.multiplier), exposure, out=multiplier, where=exposure[None] > 0)
+    run = one_gaussian(0.0, f"Gaussian, {adjacency}, matrix factorisation", view.why_infinite)
+    # The one entry covers all rounds, so a longer run needs another view.
+    return run._replace(multiplier=multiplier, replaced=replaced, grows=True, turn=0)
 
 
 def _check_coefficients(name: str, value: Any) -> tuple[float, ...] | None:
@@ -362,14 +368,7 @@ def blt(buffers: int, rounds: int, separation: int = 1, participations: int | No
         return np.exp(np.minimum(point[:buffers], 0.0)), scipy.special.expit(point[buffers:])
 
     def cost(point: Float[np.ndarray, "P"]) -> float:
-        scales, decays = numbers(point)
-        above, below = _polynomial_ratio(scales, decays)
-        exposure = worst_exposure(_blt(scales, decays, rounds), turns)
-        error = prefix_error(above, rounds, below) * exposure
-        # A strategy that overflows is worse than all others.
-        if not math.isfinite(error):
-            return 1e9
-        return math.log(error)
+        return _log_error(*numbers(point), turns)
 
     span = np.geomspace(0.5, max(1.0, rounds / 2), buffers)
     start_scales = np.log(0.4 / np.arange(1, buffers + 1) ** 2)
@@ -379,6 +378,22 @@ def blt(buffers: int, rounds: int, separation: int = 1, participations: int | No
     best = scipy.optimize.minimize(cost, start, method="Nelder-Mead", options=options)
     scales, decays = numbers(best.x)
     return BLT(tuple(scales.tolist()), tuple(decays.tolist()))
+
+
+def _log_error(
+    scales: Float[np.ndarray, "B"],
+    decays: Float[np.ndarray, "B"],
+    turns: Turns,
+) -> float:
+    """Return the logarithm of the error of buffered noise at one epsilon."""
+    rounds = len(turns)
+    above, below = _polynomial_ratio(scales, decays)
+    exposure = worst_exposure(_blt(scales, decays, rounds), turns)
+    error = prefix_error(above, rounds, below) * exposure
+    # A strategy that overflows is worse than all others.
+    if not math.isfinite(error):
+        return 1e9
+    return math.log(error)
 
 
 def exposures(
@@ -409,17 +424,25 @@ def exposures(
     # NumPy ignores zero bytes at the end of a text, which confuses no texts of equal length.
     texts = bits.view(f"S{bits.shape[1]}")[:, 0]
     _, first, kind_of_client = np.unique(texts, return_index=True, return_inverse=True)
-    patterns = bits[first]
+    return _moves(strategy[:rounds], bits[first], rounds)[kind_of_client.reshape(-1)]
+
+
+def _moves(
+    strategy: Float[np.ndarray, "T"],
+    patterns: UInt8[np.ndarray, "n bytes"],
+    rounds: int,
+) -> Float[np.ndarray, "n"]:
+    """Return the result of `exposures` for rounds in packed bits, a row per client."""
     norms = np.empty(len(patterns))
     for start in range(0, len(patterns), 4096):
         # Blocks bound the memory of rows that are unpacked to double precision.
         block = patterns[start : start + 4096]
         rows = np.unpackbits(block, axis=1, count=rounds).astype(np.float64)
-        moved = scipy.signal.fftconvolve(rows, strategy[None, :rounds], axes=1)[:, :rounds]
+        moved = scipy.signal.fftconvolve(rows, strategy[None], axes=1)[:, :rounds]
         norms[start : start + 4096] = np.linalg.norm(moved, axis=1)
     # Clients with a round have at least 1. Smaller norms are rounding of clients without one.
     norms[norms < 0.5] = 0.0
-    return norms[kind_of_client.reshape(-1)]
+    return norms
 
 
 def rounding_error(strategy: Float[np.ndarray, "n"], rounds: int) -> float:
@@ -451,12 +474,17 @@ def rounding_error(strategy: Float[np.ndarray, "n"], rounds: int) -> float:
         last = np.sum(squares[-quarter:])
         if more and not last < _FAINT * total:
             ratio = last / np.sum(squares[-2 * quarter : -quarter])
-            # Further quarters form a geometric series, whose formula is 0 / 0 for a ratio of 1.
-            powers = more
-            if ratio != 1:
-                powers = ratio * (ratio**more - 1) / (ratio - 1)
-            total += last * powers
+            # Further quarters form a geometric series.
+            total += last * _powers(ratio, more)
         return float(2.0**-24 * np.sum(strategy) * np.sqrt(total))
+
+
+def _powers(ratio: float, number: float) -> float:
+    """Return the sum of the powers of a ratio, from the first on, by its closed form."""
+    # The formula is 0 / 0 for a ratio of 1.
+    if ratio == 1:
+        return number
+    return ratio * (ratio**number - 1) / (ratio - 1)
 
 
 def worst_exposure(strategy: Float[np.ndarray, "T"], turns: Turns) -> float:

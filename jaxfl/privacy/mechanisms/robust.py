@@ -158,8 +158,7 @@ class TrimmedMean(Robust):
         included = (rank >= cut) & (rank < count - cut)
 
         def mean(ordered: Float[Array, "R *S"]) -> Float[Array, "*S"]:
-            total = jnp.sum(jnp.where(_column(included, ordered), ordered, 0.0), axis=0)
-            return total / (count - 2 * cut)
+            return _sum_of_rows(ordered, included) / (count - 2 * cut)
 
         return _ordered(rows, present, mean)
 
@@ -192,28 +191,39 @@ class Krum(Robust):
     def combine(self, rows: Tree, present: Bool[Array, "R"], count: Int[Array, ""]) -> Tree:
         """Return the mean of the updates with the least scores."""
         parts = [leaf.reshape(len(leaf), -1) for leaf in jax.tree.leaves(rows)]
-        flat = jnp.concatenate(parts, axis=1)
-
-        def distances_to(row: Float[Array, "D"]) -> Float[Array, "R"]:
-            # |a|^2 + |b|^2 - 2 a b would lose the digits of close updates.
-            return jnp.sum((flat - row[None]) ** 2, axis=1)
-
-        # All pairs of rows at once would have R^2 D differences in memory.
-        distances = jax.lax.map(distances_to, flat)
-        other = present[None] & ~jnp.eye(len(flat), dtype=bool)
+        distances = _squared_distances(jnp.concatenate(parts, axis=1))
+        # No update is its own neighbour, and rows beyond the participants are nobody's.
+        other = present[None] & ~jnp.eye(len(present), dtype=bool)
         nearest = jnp.sort(jnp.where(other, distances, jnp.inf), axis=1)
         # Distances ascend, so the first n - f - 2 columns are those of the nearest others.
-        counted = (jnp.arange(len(flat)) < jnp.maximum(count - self.byzantine - 2, 1))[None]
+        counted = (jnp.arange(len(present)) < jnp.maximum(count - self.byzantine - 2, 1))[None]
         score = jnp.sum(jnp.where(counted & jnp.isfinite(nearest), nearest, 0.0), axis=1)
         # Ranks are distinct, so equal scores let in no more than `keep` updates.
         rank = jnp.argsort(jnp.argsort(jnp.where(present, score, jnp.inf)))
         included = present & (rank < self.keep)
 
         def mean(leaf: Float[Array, "R *S"]) -> Float[Array, "*S"]:
-            total = jnp.sum(jnp.where(_column(included, leaf), leaf, 0.0), axis=0)
-            return total / jnp.sum(included)
+            return _sum_of_rows(leaf, included) / jnp.sum(included)
 
         return jax.tree.map(mean, rows)
+
+
+def _squared_distances(rows: Float[Array, "R D"]) -> Float[Array, "R R"]:
+    """Return the squared distances of all pairs of rows."""
+
+    def distances_to(row: Float[Array, "D"]) -> Float[Array, "R"]:
+        # |a|^2 + |b|^2 - 2 a b would lose the digits of close updates.
+        return jnp.sum((rows - row[None]) ** 2, axis=1)
+
+    # All pairs of rows at once would have R^2 D differences in memory.
+    return jax.lax.map(distances_to, rows)
+
+
+def _sum_of_rows(
+    leaf: Float[Array, "R *S"],
+    included: Bool[Array, "R"],
+) -> Float[Array, "*S"]:
+    return jnp.sum(jnp.where(_column(included, leaf), leaf, 0.0), axis=0)
 
 
 def _ordered(rows: Tree, present: Bool[Array, "R"], use: Callable[[Array], Array]) -> Tree:

@@ -235,17 +235,11 @@ class Skellam(Mechanism):
             theorem = "Skellam share, replace-one, over the rounds that a client took part in"
             return upload_view(ledger)._replace(theorem=theorem, variance=of_share)
         shares = _shares(ledger)
-        if observer == "client":
+        insider = observer == "client"
+        if insider:
             # The only share of a round is the exposed client's own, which nobody else knows.
             shares = np.maximum(shares - 1, np.minimum(shares, 1))
-        level = np.asarray(ledger.noise_multiplier, np.float64) * (1 - _ROUNDED)
-        # Nobody is exposed in a round without participants.
-        floor = np.where(shares > 0, level**2 * shares / self.fewest_shares(clients), math.inf)
-        row = np.zeros((len(floor), 1))
-        # The floor holds all shares, so clients count as adding nothing to it.
-        noise = SumNoise(
-            clients, row, row + 1, floor, floor[:, None], False, replaced, observer == "client"
-        )
+        noise = self._noise_of(shares, ledger, replaced, insider)
         view = self.sampling.view(noise)
         return view._replace(
             hidden=np.zeros_like(view.hidden),
@@ -253,6 +247,22 @@ class Skellam(Mechanism):
             amplified=None,
             variance=of_share * shares.min(initial=math.inf, where=shares > 0),
         )
+
+    def _noise_of(
+        self,
+        shares: Float[np.ndarray, "T"],
+        ledger: Ledger,
+        replaced: bool,
+        insider: bool,
+    ) -> SumNoise:
+        """Return the noise on sums with the given numbers of shares."""
+        clients = ledger.participants.shape[1]
+        level = np.asarray(ledger.noise_multiplier, np.float64) * (1 - _ROUNDED)
+        # Nobody is exposed in a round without participants.
+        floor = np.where(shares > 0, level**2 * shares / self.fewest_shares(clients), math.inf)
+        row = np.zeros((len(floor), 1))
+        # The floor holds all shares, so clients count as adding nothing to it.
+        return SumNoise(clients, row, row + 1, floor, floor[:, None], False, replaced, insider)
 
     def planned(self, clients: int, rounds: int) -> Ledger:
         """Return the worst-case ledger of a planned run, with n shares in each round."""

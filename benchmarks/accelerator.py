@@ -49,9 +49,9 @@ from benchmarks.workloads import (
     rounds_of,
 )
 from jaxfl import LocalSGD, simulate
+from jaxfl._support.backend import Form
 from jaxfl._support.files import cache_folder, finite_or_none, write_json
 from jaxfl.algorithms import centaur, dp_fedavg, dp_pfeddsu, fedavg, feddpa
-from jaxfl.backend import Form
 from jaxfl.engine.chunk import fitting
 from jaxfl.engine.evaluate import compile_evaluation
 from jaxfl.engine.mesh import Population, place

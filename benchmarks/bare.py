@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.common import busy_clock, in_turn, medians
-from jaxfl.backend import compiler_options
+from jaxfl._support.backend import compiler_options
 from jaxfl.engine.mesh import Population
 from jaxfl.local.fisher import fisher_diagonal
 from jaxfl.types import Model, Params, Tree

@@ -25,8 +25,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from jaxfl._support.backend import cores
 from jaxfl._support.files import write_json
-from jaxfl.backend import cores
 
 OUT = pathlib.Path("runs/benchmarks")
 """Default folder of a benchmark's files."""
@@ -98,7 +98,7 @@ def apart(
         function: Function from JSON values to a JSON value.
         arguments: Arguments of the function.
         processes: Number of processes that share the machine and all call the function. If there
-            are several, `jaxfl.launch` starts them, and the value is that of the first.
+            are several, `jaxfl launch` starts them, and the value is that of the first.
         timeout: Seconds after which the process is stopped. None sets no limit.
         environment: Environment variables, which add to those of this process or replace them.
 
@@ -108,7 +108,7 @@ def apart(
     """
     # Only `__spec__` has the real name of a module that runs as `__main__`.
     module = function.__globals__["__spec__"].name
-    launch = ["-m", "jaxfl.launch", "--processes", str(processes)] if processes > 1 else []
+    launch = ["-m", "jaxfl", "launch", "--processes", str(processes)] if processes > 1 else []
     call = ["-m", __name__, module, function.__name__, json.dumps(arguments)]
     command = [sys.executable, *launch, *call]
     environment = os.environ | environment

@@ -26,7 +26,7 @@ import tyro
 
 from benchmarks.common import OUT, apart, bars, finish
 from benchmarks.workloads import WORKLOADS, Name, Workload, algorithm_of, model_of
-from jaxfl.backend import Form
+from jaxfl._support.backend import Form
 from jaxfl.local.train import blocks_of
 from jaxfl.types import Clients, Lists
 from tools.footprint.ahead import abstract_population, footprint, step_flops

@@ -2,7 +2,7 @@
 
 python -m benchmarks.scaling
 
-Each number has a process of its own, or processes that `jaxfl.launch` starts and whose sums go
+Each number has a process of its own, or processes that `jaxfl launch` starts and whose sums go
 through sockets. The measurements follow each other, so absolute values drift with the machine's
 speed. A matrix product, measured in turn with the rounds, is therefore shown too. Runs with more
 devices than cores show the cost of devices.
@@ -24,7 +24,7 @@ from benchmarks.workloads import (
     matrix_product,
     round_flops,
 )
-from jaxfl.backend import cores
+from jaxfl._support.backend import cores
 from jaxfl.engine.mesh import place
 
 

@@ -17,8 +17,8 @@ import tyro
 from benchmarks.common import OUT, bars, finish, in_turn, medians, ratio
 from benchmarks.workloads import compile_round, matrix_product, products, usual_chunk
 from jaxfl import LocalSGD
+from jaxfl._support.backend import cores
 from jaxfl.algorithms import dp_fedavg
-from jaxfl.backend import cores
 from jaxfl.data import from_arrays, make_clients
 from jaxfl.engine.mesh import place
 from jaxfl.models import gru, transformer

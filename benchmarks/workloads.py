@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from experiments.pfl_cifar10.network import Pfl
 from jaxfl import LocalSGD
+from jaxfl._support.backend import Form, compiler_options, of_mesh
 from jaxfl.algorithms import dp_fedavg, feddpa
-from jaxfl.backend import Form, compiler_options, of_mesh
 from jaxfl.data import from_arrays, make_clients
 from jaxfl.engine.chunk import Build, compile_chunk, fastest
 from jaxfl.engine.mesh import Population

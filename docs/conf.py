@@ -11,7 +11,7 @@ sys.path[:0] = [str(HERE / "_ext"), str(HERE.parent / "tests"), str(HERE.parent)
 import repository  # noqa: E402
 
 import jaxfl  # noqa: E402
-from jaxfl.backend import compile_quickly  # noqa: E402
+from jaxfl._support.backend import compile_quickly  # noqa: E402
 
 # Otherwise each run of a notebook would advise its readers to configure JAX.
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "1")

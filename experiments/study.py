@@ -21,9 +21,9 @@ import numpy as np
 import tyro
 
 from experiments.common import Row, cli, percent, versions
+from jaxfl._support.backend import compile_quickly
 from jaxfl._support.checks import check_path, check_seeds, checked
 from jaxfl._support.files import write_json
-from jaxfl.backend import compile_quickly
 from jaxfl.report import plots
 from jaxfl.report.looks import looks
 

@@ -732,7 +732,8 @@ def _merged_outputs(first: _Outputs, second: _Outputs) -> _Outputs:
     place = jnp.arange(exact)[:, None] - first.count
 
     def appended(one: Array, other: Array) -> Array:
-        moved = jnp.take(other, jnp.clip(place[:, 0], 0, exact - 1), axis=0)
+        within = jnp.clip(place[:, 0], 0, exact - 1)
+        moved = jnp.take(other, within, axis=0)
         return jnp.where(place < 0, one, moved)
 
     return _Outputs(

@@ -15,8 +15,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int, Integer, Key, Shaped
 
+from jaxfl._support.backend import backend
 from jaxfl._support.recipes import Recipe
-from jaxfl.backend import backend
 from jaxfl.tasks import Task, classification
 
 Params: TypeAlias = Any

@@ -15,7 +15,7 @@ import jax
 import pytest
 
 import jaxfl
-from jaxfl.backend import compile_quickly
+from jaxfl._support.backend import compile_quickly
 from jaxfl.engine import memo
 
 compile_quickly()  # small models run once, so that good compilation would take most of the time

@@ -17,7 +17,8 @@ import pytest
 from algorithms_table import ALGORITHMS, small_clients
 from jax.experimental import multihost_utils
 
-from jaxfl import launch, simulate, sweep
+from jaxfl import simulate, sweep
+from jaxfl.cli import launch
 
 PATH = pathlib.Path(__file__).with_name("numbers.json")
 NAMES = ("feddpa", "dp_pfeddsu_paper", "adp_pfl_released", "padpfl", "pdp_fl_examples")

@@ -17,12 +17,12 @@ export PYTHONPATH=${PYTHONPATH:-}
 
 # Without --bind-to none, mpirun would bind each process to a part of its host's cores.
 mpirun --hostfile "$hosts" --map-by ppr:1:node --bind-to none -x JAXFL_CACHE_DIR -x PYTHONPATH \
-  bash -c 'exec python -m jaxfl.launch --coordinator "$0" --processes "$OMPI_COMM_WORLD_SIZE" \
+  bash -c 'exec python -m jaxfl launch --coordinator "$0" --processes "$OMPI_COMM_WORLD_SIZE" \
     --process "$OMPI_COMM_WORLD_RANK" "$@"' "$coordinator" run.py "$@" &
 
 # mpirun kills its processes about one second after SIGTERM, before they have saved. So the script
 # sends SIGTERM to the launcher of this host, and then all processes save and stop.
-trap 'pkill -TERM -f "^python -m jaxfl.launch --coordinator $coordinator "' TERM INT
+trap 'pkill -TERM -f "^python -m jaxfl launch --coordinator $coordinator "' TERM INT
 wait $!
 code=$?
 # The trap has ended the first wait.

@@ -1,6 +1,6 @@
 """Train DP-FedAvg on handwritten digits, and write the results into a folder.
 
-A recipe starts one such process per node: python -m jaxfl.launch run.py FOLDER [ROUNDS]
+A recipe starts one such process per node: python -m jaxfl launch run.py FOLDER [ROUNDS]
 """
 
 import sys

@@ -20,6 +20,7 @@ import optax
 from experiments.common import versions
 from experiments.study import Options, Result, Study, command, dated, markdown_table
 from jaxfl import LocalSGD, sweep
+from jaxfl._support.backend import compile_quickly
 from jaxfl.algorithms import (
     adp_pfl_paper,
     centaur,
@@ -32,7 +33,6 @@ from jaxfl.algorithms import (
 )
 from jaxfl.algorithms.feddpa import paper_noise_multiplier
 from jaxfl.algorithms.pdp_fl import Budgets
-from jaxfl.backend import compile_quickly
 from jaxfl.data import iid, load, make_clients, matching
 from jaxfl.models import mlp
 from jaxfl.privacy import (

@@ -1,1 +1,1 @@
-"""What all rooms use: checks of arguments, files, imports at the first use, and recipes."""
+"""What all rooms use: checks of arguments, files, late imports, and choices for devices."""

@@ -37,7 +37,7 @@ from jaxfl.algorithms.pmtl import mr_mtl, pmtl, pmtl_ft
 from jaxfl.algorithms.ppsgd import ppsgd, ppsgd_centaur
 from jaxfl.algorithms.prior_corrected import prior_corrected
 from jaxfl.algorithms.scaffold import scaffold
-from jaxfl.server import fedadagrad, fedadam, fedyogi
+from jaxfl.algorithms.server import fedadagrad, fedadam, fedyogi
 
 __all__ = [
     "adp_pfl", "adp_pfl_paper", "apfl", "blur_lus", "byzantine", "centaur", "ditto", "dp_fedavg",

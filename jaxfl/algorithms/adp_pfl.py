@@ -23,6 +23,7 @@ from jaxfl._support.checks import (
     up_to_infinity,
 )
 from jaxfl.algorithms.fedavg import fedavg, sends_weights
+from jaxfl.algorithms.server import Server
 from jaxfl.local.fisher import client_fisher, normalize_over_all, squared_gradient
 from jaxfl.local.leakage import client_risk
 from jaxfl.local.masks import sparsify, top_percentile_mask
@@ -30,7 +31,6 @@ from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.mechanisms import Mechanism, PrivacyFilter, Release
 from jaxfl.privacy.sampling import FixedSize, Sampling
 from jaxfl.privacy.schedule import ClientNoise, client_shares
-from jaxfl.server import Server
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms, Tree
 
 _REVEALED_RISK = (

@@ -13,9 +13,10 @@ from jaxtyping import Float, Key
 
 from jaxfl._support.checks import GAUSSIAN, at_least_0, check_fraction, checked
 from jaxfl.algorithms.fedavg import dp_fedavg
-from jaxfl.local.train import LocalSGD, decayed
+from jaxfl.algorithms.server import Server, init_clients
+from jaxfl.local.optimizers import decayed
+from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.sampling import Full, Sampling
-from jaxfl.server import Server, init_clients
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Tree
 
 

@@ -14,12 +14,12 @@ from jaxfl._support.checks import (
     nonzero,
 )
 from jaxfl.algorithms.fedavg import GradientRule, dp_fedavg
+from jaxfl.algorithms.server import Server
 from jaxfl.local.masks import number_sent, sparsify, top_k_masks
 from jaxfl.local.penalties import check_bound, excess
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.sampling import Sampling
-from jaxfl.server import Server
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Sparse, Tree
 
 

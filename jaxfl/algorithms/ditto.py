@@ -9,11 +9,11 @@ from jaxtyping import Key
 
 from jaxfl._support.checks import GAUSSIAN, at_least_0, checked, nonzero
 from jaxfl.algorithms.fedavg import GradientRule, Penalty, dp_fedavg, keeps_models
+from jaxfl.algorithms.server import Server
 from jaxfl.local.penalties import proximal
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.sampling import Full, Sampling
-from jaxfl.server import Server
 from jaxfl.types import Algorithm, ClientData, Model, Number, Params
 
 

@@ -8,10 +8,10 @@ from jaxtyping import Key
 
 from jaxfl._support.checks import GAUSSIAN, checked
 from jaxfl.algorithms.fedrep import check_extractor, split_head
+from jaxfl.algorithms.server import Server, init_clients, init_server, server_step
 from jaxfl.local.train import LocalSGD, check_head
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Sampling
-from jaxfl.server import Server, init_clients, init_server, server_step
 from jaxfl.types import Algorithm, ClientData, Message, Model, Params, Terms
 
 

@@ -19,13 +19,20 @@ from jaxfl._support.checks import (
     up_to_infinity,
 )
 from jaxfl.algorithms.fedrep import check_extractor, split_head, with_epochs
+from jaxfl.algorithms.server import (
+    Masks,
+    SparseServer,
+    init_clients,
+    init_sparse,
+    public_key,
+    sparse_step,
+)
 from jaxfl.local.masks import keep, number_sent, random_masks, sparsify, top_k_masks
 from jaxfl.local.penalties import check_bound, distance_to_bound
 from jaxfl.local.train import LocalSGD, LossTerm, fit_head
 from jaxfl.privacy.mechanisms import Mechanism, PrivateMask
 from jaxfl.privacy.mechanisms.gaussian import noise_share
 from jaxfl.privacy.sampling import Sampling
-from jaxfl.server import Masks, SparseServer, init_clients, init_sparse, public_key, sparse_step
 from jaxfl.types import (
     Algorithm,
     ClientData,

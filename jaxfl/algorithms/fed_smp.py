@@ -8,11 +8,11 @@ from jaxtyping import Key, UInt32
 
 from jaxfl._support.checks import GAUSSIAN, check_fraction, checked
 from jaxfl.algorithms.fedavg import GradientRule, Penalty, dp_fedavg
+from jaxfl.algorithms.server import Server, SparseServer, init_sparse, public_key, sparse_step
 from jaxfl.local.masks import keep, number_sent, random_masks, sparsify
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.sampling import Sampling
-from jaxfl.server import Server, SparseServer, init_sparse, public_key, sparse_step
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Sparse, Tree
 
 

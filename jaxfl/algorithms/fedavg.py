@@ -20,12 +20,12 @@ from jaxfl._support.checks import (
     nonzero,
 )
 from jaxfl.algorithms.fine_tuned import fine_tuned
+from jaxfl.algorithms.server import Server, init_clients, init_server, server_step
 from jaxfl.local.penalties import proximal
 from jaxfl.local.train import GradientFn, LocalSGD, LossTerm, check_head
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Full, Sampling
-from jaxfl.server import Server, init_clients, init_server, server_step
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms, Tree
 
 Penalty: TypeAlias = Callable[[Params, Params], Float[Array, ""]]

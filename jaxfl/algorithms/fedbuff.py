@@ -9,7 +9,7 @@ from jax import Array
 from jaxtyping import Int, Key
 
 from jaxfl._support.checks import check_array, check_counts, checked, count_from_0
-from jaxfl.server import init_clients
+from jaxfl.algorithms.server import init_clients
 from jaxfl.types import Algorithm, ClientData, Params, Tree
 
 _STALENESS = 2**31 + 3

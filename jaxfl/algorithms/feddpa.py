@@ -18,6 +18,7 @@ from jaxfl._support.checks import (
     nonzero,
     up_to_infinity,
 )
+from jaxfl.algorithms.server import Server, init_clients, init_server, server_step
 from jaxfl.local.fisher import client_fisher, normalize_per_layer
 from jaxfl.local.masks import fisher_mask, merge
 from jaxfl.local.penalties import check_bound, distance, distance_to_bound, safe_norm
@@ -27,7 +28,6 @@ from jaxfl.privacy.accounting.ledgers import running_epsilon
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.mechanisms.gaussian import noise_share
 from jaxfl.privacy.sampling import Poisson, Sampling
-from jaxfl.server import Server, init_clients, init_server, server_step
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms, Tree
 
 _RULE = (

@@ -12,10 +12,10 @@ from jax import Array
 from jaxtyping import Float, Key
 
 from jaxfl._support.checks import GAUSSIAN, checked, count_from_0, nonzero, show
+from jaxfl.algorithms.server import Server, init_clients, init_server, server_step
 from jaxfl.local.train import LocalSGD, LossTerm, fit_head
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Sampling
-from jaxfl.server import Server, init_clients, init_server, server_step
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms
 
 PUBLISHED = optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.01, momentum=0.9))

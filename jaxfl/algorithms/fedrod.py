@@ -11,10 +11,10 @@ from jaxfl._support.checks import GAUSSIAN, checked
 from jaxfl.algorithms.fedrep import start_parts
 from jaxfl.algorithms.ppsgd import added_head
 from jaxfl.algorithms.prior_corrected import classes_of, log_prior
+from jaxfl.algorithms.server import Server, server_step
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Sampling
-from jaxfl.server import Server, server_step
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms
 
 

@@ -9,11 +9,11 @@ from jax import Array
 from jaxtyping import Bool, Float, Int, Key
 
 from jaxfl._support.checks import GAUSSIAN, check_count, checked
+from jaxfl.algorithms.server import Server, init_server, server_step
 from jaxfl.local.sums import summed
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Full, Sampling
-from jaxfl.server import Server, init_server, server_step
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms, Tree
 
 

@@ -294,7 +294,8 @@ def _one_shot(
     ) -> tuple:
         del key
         # A client without examples sends zeros.
-        mean = optax.tree.scale(1 / jnp.maximum(data.size, 1), sums(server.params, data))
+        share = 1 / jnp.maximum(data.size, 1)
+        mean = optax.tree.scale(share, sums(server.params, data))
         return Message(mean), client, {}
 
     def server_update(server: OneShotServer, aggregate: Tree) -> OneShotServer:

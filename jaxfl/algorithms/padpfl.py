@@ -22,6 +22,7 @@ from jaxfl._support.checks import (
     up_to_infinity,
 )
 from jaxfl.algorithms.fedavg import GradientRule, fedprox, sends_weights
+from jaxfl.algorithms.server import Server
 from jaxfl.local.penalties import proximal
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.accounting.accountants import Accountant, failure_probability
@@ -29,7 +30,6 @@ from jaxfl.privacy.accounting.calibration import calibrate, calibrate_upload
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Full, Sampling
-from jaxfl.server import Server
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms, Tree
 
 Impacts: TypeAlias = np.ndarray | Callable[[int], np.ndarray]

@@ -22,6 +22,7 @@ from jaxfl._support.checks import (
 )
 from jaxfl.algorithms.fedavg import GradientRule, Penalty, fedavg, sends_weights
 from jaxfl.algorithms.padpfl import nbafl_noise, sound_noise, sound_upload_noise
+from jaxfl.algorithms.server import Server
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.accounting.accountants import Accountant, failure_probability, round_down
 from jaxfl.privacy.accounting.calibration import calibrate_examples
@@ -30,7 +31,6 @@ from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.mechanisms.gaussian import RoundNumbers, Total
 from jaxfl.privacy.sampling import Full, Sampling
-from jaxfl.server import Server
 from jaxfl.types import Algorithm, Ledger, Model, Terms, Tree
 
 TopUp: TypeAlias = Literal["variances", "mean_level", "level_sum"]

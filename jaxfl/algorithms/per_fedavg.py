@@ -11,9 +11,9 @@ from jaxtyping import Float, Key
 
 from jaxfl._support.checks import GAUSSIAN, at_least_0, checked
 from jaxfl.algorithms.fedavg import dp_fedavg
+from jaxfl.algorithms.server import Server
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.sampling import Full, Sampling
-from jaxfl.server import Server
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params
 
 

@@ -11,10 +11,11 @@ from jaxtyping import Float, Int, Key
 
 from jaxfl._support.checks import GAUSSIAN, checked
 from jaxfl.algorithms.fedavg import dp_fedavg, keeps_models
+from jaxfl.algorithms.server import Server
+from jaxfl.local.optimizers import decayed
 from jaxfl.local.penalties import proximal
-from jaxfl.local.train import GradientFn, LocalSGD, decayed
+from jaxfl.local.train import GradientFn, LocalSGD
 from jaxfl.privacy.sampling import Full, Sampling
-from jaxfl.server import Server
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Tree
 
 

@@ -22,10 +22,10 @@ from jaxfl.algorithms.fedavg import (
     proximal_penalty,
     pull_to,
 )
+from jaxfl.algorithms.server import Server
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.sampling import Full, Sampling
-from jaxfl.server import Server
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params
 
 _COPY = 2**31 + 7

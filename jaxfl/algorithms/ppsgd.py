@@ -8,10 +8,10 @@ from jaxtyping import Float, Key
 
 from jaxfl._support.checks import GAUSSIAN, at_least_0, checked, count_from_0
 from jaxfl.algorithms.fedrep import PUBLISHED, Parts, centaur, split_head, start_parts
+from jaxfl.algorithms.server import Server, server_step
 from jaxfl.local.train import LocalSGD, check_head
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Sampling
-from jaxfl.server import Server, server_step
 from jaxfl.tasks import Loss, mean, one_hot_error
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms
 

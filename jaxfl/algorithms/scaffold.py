@@ -12,9 +12,9 @@ from jaxtyping import Float, Key
 
 from jaxfl._support.checks import GAUSSIAN, checked
 from jaxfl.algorithms.fedavg import dp_fedavg
+from jaxfl.algorithms.server import Server, init_clients
 from jaxfl.local.train import GradientFn, LocalSGD
 from jaxfl.privacy.sampling import Full, Sampling
-from jaxfl.server import Server, init_clients
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Tree
 
 

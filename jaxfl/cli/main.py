@@ -1,4 +1,7 @@
-"""Run and compare methods, plan a deployment, and show this machine's datasets and speed."""
+"""Run and compare methods, plan a deployment, and show this machine's datasets and speed.
+
+The command `jaxfl launch` starts several processes that share one run (see `jaxfl launch --help`).
+"""
 
 import contextlib
 import dataclasses
@@ -29,11 +32,11 @@ from rich.table import Table
 
 import jaxfl
 from jaxfl import privacy
+from jaxfl._support.backend import backend
 from jaxfl._support.checks import check_choice, check_count, key_of, nearest, show
 from jaxfl._support.files import cache_folder
 from jaxfl.algorithms import dp_fedavg
-from jaxfl.backend import backend
-from jaxfl.cli import quickstart, settings
+from jaxfl.cli import launch, quickstart, settings
 from jaxfl.data import NAMES, from_arrays, iid, make_clients
 from jaxfl.data.load import find_prepared
 from jaxfl.engine.mesh import place
@@ -91,6 +94,9 @@ def main() -> None:
     if sys.argv[1:2] in (["--version"], ["-V"]):
         print(f"jaxfl {jaxfl.__version__}")
         return
+    if sys.argv[1:2] == ["launch"]:
+        # The words after the options are another program's, so tyro must not read them.
+        sys.exit(launch.main(sys.argv[2:]))
     sys.excepthook = in_one_line
     jaxfl.configure()
     chosen = parse(sys.argv[1:])

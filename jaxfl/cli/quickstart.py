@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxfl import algorithms
+from jaxfl._support.backend import compile_quickly
 from jaxfl._support.checks import (
     check_count,
     check_delta,
@@ -21,7 +22,6 @@ from jaxfl._support.checks import (
     checked,
 )
 from jaxfl.algorithms.feddpa import paper_epsilon
-from jaxfl.backend import compile_quickly
 from jaxfl.cli import settings
 from jaxfl.data import classes_per_client, load, make_clients
 from jaxfl.local import LocalSGD

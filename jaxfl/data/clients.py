@@ -427,7 +427,9 @@ def _joined_lists(
     client = _client_of_row(size)
     # Equal rows of a client are neighbours in this order.
     order = np.lexsort((flat, client))
-    twice = np.flatnonzero((np.diff(flat[order]) == 0) & (np.diff(client[order]) == 0))
+    same_row = np.diff(flat[order]) == 0
+    same_client = np.diff(client[order]) == 0
+    twice = np.flatnonzero(same_row & same_client)
     if twice.size:
         at = order[twice[0]]
         raise ValueError(

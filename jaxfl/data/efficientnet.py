@@ -141,7 +141,8 @@ class _EfficientNet(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W 3"]) -> Float[Array, "B F"]:
-        x = nn.relu6(nn.Conv(_STEM, (3, 3), strides=2, padding="SAME", name="stem")(x))
+        x = nn.Conv(_STEM, (3, 3), strides=2, padding="SAME", name="stem")(x)
+        x = nn.relu6(x)
         number = 0
         for stage in _STAGES:
             for i in range(stage.blocks):
@@ -170,7 +171,8 @@ class _InvertedResidual(nn.Module):
     def __call__(self, x: Float[Array, "B H W I"]) -> Float[Array, "B h w O"]:
         inner = x
         if self.expand > 1:
-            inner = nn.relu6(nn.Dense(self.expand * x.shape[-1], name="expand")(x))
+            inner = nn.Dense(self.expand * x.shape[-1], name="expand")(x)
+            inner = nn.relu6(inner)
         inner = nn.relu6(_Depthwise(self.size, self.stride, name="depthwise")(inner))
         inner = nn.Dense(self.channels, name="project")(inner)
         if inner.shape != x.shape:
@@ -219,7 +221,8 @@ def _inputs_at(
     batch, *_, channels = padded.shape
     # The slice ends behind the input of the last output.
     last = [start + stride * (count - 1) + 1 for start, count in zip(place, counts, strict=True)]
-    return lax.slice(padded, (0, *place, 0), (batch, *last, channels), (1, stride, stride, 1))
+    end = (batch, *last, channels)
+    return lax.slice(padded, (0, *place, 0), end, (1, stride, stride, 1))
 
 
 def _padding(side: int, size: int, stride: int) -> tuple[int, int]:

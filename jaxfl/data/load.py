@@ -219,7 +219,8 @@ def _in_32_bits(name: str, values: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
         values = values.astype(np.float32, copy=False)
     axes = tuple(range(1, values.ndim))
-    bad = np.concatenate([~np.isfinite(part).all(axis=axes) for part in _row_blocks(values)])
+    blocks = _row_blocks(values)
+    bad = np.concatenate([~np.isfinite(part).all(axis=axes) for part in blocks])
     if bad.any():
         raise ValueError(
             f"{name} must be finite, got NaN or infinite values in {bad.sum()} rows, first in row "

@@ -79,7 +79,8 @@ class Layer(nn.Module):
         """
 
         def of_heads(name: str) -> Float[Array, "B L h e"]:
-            return nn.Dense(WIDTH, name=name)(x).reshape(*x.shape[:2], _HEADS, -1)
+            outputs = nn.Dense(WIDTH, name=name)(x)
+            return outputs.reshape(*x.shape[:2], _HEADS, -1)
 
         query, key, value = (of_heads(name) for name in ("query", "key", "value"))
         mask = None

@@ -84,5 +84,6 @@ def places(own: Int[np.ndarray, "n"], order: Int[np.ndarray, "n"]) -> Int[np.nda
     size = np.bincount(own)
     found = np.empty(len(own), np.int64)
     # The position in `order` counts from the first row of the same owner.
-    found[order] = np.arange(len(own)) - np.repeat(np.cumsum(size) - size, size)
+    first = np.cumsum(size) - size
+    found[order] = np.arange(len(own)) - np.repeat(first, size)
     return found

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxfl._support.backend import of_mesh
 from jaxfl._support.files import cache_folder, read, write_json
-from jaxfl.backend import of_mesh
 from jaxfl.engine import processes
 from jaxfl.engine.memo import Same, key_of_arrays, remembered
 

@@ -162,4 +162,5 @@ def _processor() -> str:
         facts = [line for line in first if line.split(":")[0].strip() in names]
     except OSError:
         facts = [platform.processor()]
-    return hashlib.sha256(repr((platform.machine(), facts)).encode()).hexdigest()[:16]
+    identity = repr((platform.machine(), facts))
+    return hashlib.sha256(identity.encode()).hexdigest()[:16]

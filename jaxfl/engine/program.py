@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int, Key
 
-from jaxfl.backend import compiler_options, of_mesh, traced_for
+from jaxfl._support.backend import compiler_options, of_mesh, traced_for
 from jaxfl.engine.mesh import Population, data_of, everywhere
 from jaxfl.engine.round import Center, Keys, Records, all_keys, one_round
 from jaxfl.engine.states import States

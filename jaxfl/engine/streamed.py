@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Int, Key
 from typing_extensions import override
 
-from jaxfl.backend import compiler_options
+from jaxfl._support.backend import compiler_options
 from jaxfl.data.clients import blocks_of_lists, in_lists, rows_of
 from jaxfl.engine.chunk import Program, choose, halved, nothing
 from jaxfl.engine.evaluate import PerClient, compile_evaluation

@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.custom_batching import custom_vmap
 from jaxtyping import Bool, Shaped
 
-from jaxfl.backend import backend
+from jaxfl._support.backend import backend
 from jaxfl.types import Tree
 
 _LEAST_LEAVES = 4

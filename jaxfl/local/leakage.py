@@ -199,7 +199,9 @@ def probe_risk(
     def across(i: Int[Array, ""]) -> Float[Array, "B"]:
         along = probe(i)
         # Rounding may leave a difference below 0.
-        return jnp.maximum(jnp.sum(along**2, axis=1) - jnp.sum(along * unit, axis=1) ** 2, 0.0)
+        squares = jnp.sum(along**2, axis=1)
+        along_unit = jnp.sum(along * unit, axis=1)
+        return jnp.maximum(squares - along_unit**2, 0.0)
 
     gains = _squares_along(model, params, x, labels, unit, axis)
     rests = lax.map(across, jnp.arange(searching, probes))
@@ -359,7 +361,8 @@ def _square_by_columns(
         _, tangent = jax.jvp(gradient, (x,), (unit,))
         return jnp.asarray(optax.tree.norm(tangent, squared=True))
 
-    return jnp.sum(lax.map(column, jnp.arange(x.size), batch_size=min(chunk, x.size)))
+    columns = lax.map(column, jnp.arange(x.size), batch_size=min(chunk, x.size))
+    return jnp.sum(columns)
 
 
 def _square_by_definition(gradient: Callable[[Array], Params], x: Array) -> Float[Array, ""]:

@@ -73,7 +73,9 @@ def top_k_mask(values: Float[Array, "*S"], count: int | Array) -> Bool[Array, "*
 
     tied = number > count
     # Without too many ties no bit is searched, and all of them are kept.
-    end = lax.fori_loop(0, jnp.where(tied, length, 0), raise_bit, jnp.where(tied, 0, bits.size))
+    steps = jnp.where(tied, length, 0)
+    start = jnp.where(tied, 0, bits.size)
+    end = lax.fori_loop(0, steps, raise_bit, start)
     return ((bits > threshold) | (ties & (position < end))).reshape(values.shape)
 
 
@@ -207,7 +209,8 @@ def top_percentile_mask(values: Tree, percentile: Number) -> Tree:
     flat, unravel = ravel_pytree(values)
     # Rounding may make a whole number a little too small, and more so in single precision.
     if traced(percentile):
-        below = jnp.floor((flat.size - 1) * percentile / 100 * (1 + 3e-7)).astype(jnp.int32)
+        position = (flat.size - 1) * percentile / 100
+        below = jnp.floor(position * (1 + 3e-7)).astype(jnp.int32)
     else:
         below = math.floor((flat.size - 1) * percentile / 100 + 1e-9)
     mask = top_k_mask(flat, flat.size - 1 - below)

@@ -46,6 +46,7 @@ def ascend(params: Params, gradient: Tree, radius: Number) -> Params:
     >>> ascend({"w": jnp.array([3.0, 4.0])}, {"w": jnp.array([3.0, 4.0])}, 0.5)
     {'w': Array([3.3, 4.4], dtype=float32)}
     """
-    norm = jnp.maximum(jnp.asarray(optax.tree.norm(gradient)), jnp.finfo(jnp.float32).tiny)
+    norm = jnp.asarray(optax.tree.norm(gradient))
+    norm = jnp.maximum(norm, jnp.finfo(jnp.float32).tiny)
     # g / norm comes first: for a gradient of 0, radius / norm may overflow, and its product is NaN.
     return jax.tree.map(lambda p, g: p + radius * (g / norm), params, gradient)

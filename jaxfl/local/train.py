@@ -1,34 +1,33 @@
 """The local training loop that all methods share."""
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import optax.contrib
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Key
 
 from jaxfl._support.checks import check_key, checked, count_from_0
 from jaxfl.local.lanes import begin, hold, longest
 from jaxfl.local.masks import keep
+from jaxfl.local.optimizers import (
+    Decay,
+    Mask,
+    decayed,
+    first_state,
+    trainable_of,
+    weights_to_keep,
+)
 from jaxfl.local.sums import computed
-from jaxfl.server import schedule_free, states_of
 from jaxfl.types import ClientData, Model, Params, Tree
 
 STEP = "local_step"
 """Name of the `jax.named_scope` around one local step."""
-
-_RESTARTED: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar(
-    "restarted", default=None
-)
-"""Optimizers with a schedule, collected by `restarted`. None outside of it."""
 
 _BLOCK_EXAMPLES = 128
 """Approximate number of examples that are gathered and laid out at once, in whole batches.
@@ -36,16 +35,12 @@ _BLOCK_EXAMPLES = 128
 It is so small that a small client among large ones stays cheap.
 """
 
-Mask: TypeAlias = Tree | Callable[[Params], Tree]
-"""Trainable coordinates, or a function from parameters to them. None trains all of them."""
 LossTerm: TypeAlias = Callable[[Params], Float[Array, ""]]
 """Function from parameters to a term that is added to the loss."""
 BatchLoss: TypeAlias = Callable[[Any, Array, Float[Array, "B"]], Float[Array, ""]]
 """Function from a batch's outputs, labels and weights to its mean loss. Padding has weight 0."""
 Apply: TypeAlias = Callable[[Params, Array, Key[Array, ""]], Any]
 """Function from parameters, a prepared batch, and a key for layers that draw, to outputs."""
-Decay: TypeAlias = Callable[[Any], Any]
-"""Function from the index of a round, from 0, to a factor of the round's updates."""
 GradientFn: TypeAlias = Callable[[Params], tuple[Float[Array, ""], Tree]]
 """Function from parameters to a value and its gradient."""
 
@@ -238,7 +233,8 @@ def _layout_of(padded: int, batch_size: int, microbatch: int | None) -> _Layout:
     """Return the layout of `padded` positions, without parts if `microbatch` is None."""
     batch = min(batch_size, padded)
     # The part's size divides the batch, so parts need no padding.
-    part = next(n for n in range(min(microbatch or batch, batch), 0, -1) if batch % n == 0)
+    most = min(microbatch or batch, batch)
+    part = next(n for n in range(most, 0, -1) if batch % n == 0)
     return _Layout(batch, part, *blocks_of(padded, batch))
 
 
@@ -464,83 +460,6 @@ def fit_layers(
     return {**params, **own}
 
 
-def decayed(
-    optimizer: optax.GradientTransformation, decay: Decay | None, data: ClientData
-) -> optax.GradientTransformation:
-    """Return the optimizer, with updates scaled by the decay of the round `data.round`, if any."""
-    if decay is None:
-        return optimizer
-    return optax.chain(optimizer, optax.scale(decay(data.round)))
-
-
-@contextlib.contextmanager
-def restarted() -> Iterator[list[optax.GradientTransformation]]:
-    """Yield a list of the optimizers with a schedule for which the block calls `first_state`."""
-    found: list[optax.GradientTransformation] = []
-    token = _RESTARTED.set(found)
-    try:
-        yield found
-    finally:
-        _RESTARTED.reset(token)
-
-
-def first_state(
-    optimizer: optax.GradientTransformation, params: Params, decay: Decay | None
-) -> Tree:
-    """Return an optimizer's state at the start of a round.
-
-    Raises:
-        ValueError: There is a decay for `optax.contrib.schedule_free`.
-    """
-    state = optimizer.init(params)
-    if decay is not None and schedule_free(state):
-        raise ValueError(
-            f"decay must be None with optax.contrib.schedule_free, got {decay!r}. "
-            "Leave decay out: the steps' average takes the place of a schedule."
-        )
-    found = _RESTARTED.get()
-    if found is not None and states_of(state, _has_schedule):
-        found.append(optimizer)
-    return state
-
-
-def weights_to_keep(state: Tree, params: Params, mask: Mask, steps: Int[Array, ""]) -> Params:
-    """Return the weights that training keeps.
-
-    They are the last weights, or with `optax.contrib.schedule_free` its weights for evaluation.
-    Coordinates that are not trainable keep their bits.
-
-    Raises:
-        ValueError: `optax.contrib.schedule_free` is applied to a part of the parameters only, or
-            more than once.
-    """
-    free = schedule_free(state)
-    if not free:
-        return params
-    if len(free) > 1 or jax.tree.structure(free[0].z) != jax.tree.structure(params):
-        raise ValueError(
-            "optimizer must apply optax.contrib.schedule_free to all parameters at once, got an "
-            "optimizer for a part of them. Give another optimizer, such as optax.sgd(0.1)."
-        )
-    averages = optax.contrib.schedule_free_eval_params(free[0], params)
-    trainable = _trainable_of(mask, params)
-    if trainable is None:
-        trainable = jax.tree.map(lambda leaf: True, params)
-
-    def chosen(trained: Any, average: Array, last: Array) -> Array:
-        # Before a step both weights are equal, but the formula of the average rounds them.
-        return jnp.where(jnp.asarray(trained) & (steps > 0), average.astype(last.dtype), last)
-
-    return jax.tree.map(chosen, trainable, averages, params)
-
-
-def _has_schedule(state: Any) -> bool:
-    """Return whether a part of an optimizer's state counts the steps of a schedule."""
-    # `optax.inject_hyperparams` keeps the states of schedules in an attribute of its own.
-    injected = getattr(state, "hyperparams_states", {})
-    return isinstance(state, optax.ScaleByScheduleState) or bool(injected)
-
-
 @jax.named_scope(STEP)
 def descend(
     optimizer: optax.GradientTransformation,
@@ -563,7 +482,7 @@ def descend(
         The carry after the step.
     """
     params, state, total_loss = carry
-    trainable = _trainable_of(mask, params)
+    trainable = trainable_of(mask, params)
 
     def select(tree: Tree) -> Tree:
         if trainable is None:
@@ -583,13 +502,6 @@ def descend(
     # Weight decay and momentum would also move coordinates that are not trainable.
     updates = select(updates)
     return optax.apply_updates(params, updates), state, total_loss + value
-
-
-def _trainable_of(mask: Mask, params: Params) -> Tree:
-    """Return the trainable coordinates at `params`, or None if all of them are."""
-    if callable(mask):
-        return mask(params)
-    return mask
 
 
 def penalty_of(penalty: LossTerm | None, params: Params) -> Float[Array, ""]:
@@ -613,7 +525,8 @@ def blocks_of(padded: int, batch: int) -> tuple[int, int]:
 def _lost(params: Params) -> Bool[Array, ""]:
     """Return whether the first numbers of the leaves add up to NaN, after which no step helps."""
     # Reading all numbers would take time. A NaN that is missed only costs further steps.
-    return jnp.isnan(sum(leaf.reshape(-1)[0] for leaf in jax.tree.leaves(params) if leaf.size))
+    leaves = jax.tree.leaves(params)
+    return jnp.isnan(sum(leaf.reshape(-1)[0] for leaf in leaves if leaf.size))
 
 
 def _shuffle(

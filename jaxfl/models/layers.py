@@ -43,7 +43,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Shaped
 
-from jaxfl.backend import Form
+from jaxfl._support.backend import Form
 from jaxfl.models.kernels.convolution import ConvolutionOptions, convolve
 from jaxfl.models.kernels.group_norm import NormOptions, group_means, normalize
 from jaxfl.models.kernels.plain import (
@@ -387,7 +387,8 @@ def _plain_norm(
 
     Both follow from two sums over the maps. Derivatives then have the same structure.
     """
-    sums = _at_once(x.sum((1, 2)), (x * x).sum((1, 2)))
+    total = x.sum((1, 2))
+    sums = _at_once(total, (x * x).sum((1, 2)))
     mean, square = group_means(jnp.stack(sums), x.shape, options)
     # Rounding may leave a small variance below 0.
     variance = jnp.maximum(square - mean**2, 0)

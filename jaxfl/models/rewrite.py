@@ -27,7 +27,7 @@ import numpy as np
 from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from jaxfl.backend import Form, backend
+from jaxfl._support.backend import Form, backend
 from jaxfl.models.kernels import convolution, windows
 from jaxfl.models.kernels.plain import PlainOptions, convolve_grouped, max_pool_2x2
 
@@ -231,9 +231,9 @@ def _batch_minor(mask: Array) -> Array:
     each of them.
     """
     n, *sides = mask.shape
-    moved = lax.dot_general(
-        mask.reshape(n, -1).astype(jnp.float32), jnp.eye(n), (((0,), (0,)), ((), ()))
-    )
+    rows = mask.reshape(n, -1).astype(jnp.float32)
+    over_rows = (((0,), (0,)), ((), ()))
+    moved = lax.dot_general(rows, jnp.eye(n), over_rows)
     return (moved > 0.5).reshape(*sides, n)
 
 
@@ -381,7 +381,8 @@ def _convolve(waiting: _Convolution) -> Array:
         (*zeros, d - 1) for zeros, d in zip(params["padding"], params["lhs_dilation"], strict=True)
     ]
     x = waiting.x
-    x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *ends, (0, 0, 0)])
+    zero = jnp.zeros((), x.dtype)
+    x = lax.pad(x, zero, [(0, 0, 0), *ends, (0, 0, 0)])
     window = windows.Window(
         params["window_strides"],
         params["rhs_dilation"],

@@ -100,7 +100,8 @@ def _arrays_of(models: Sequence[TrainedModel], *, stacked: bool) -> Arrays:
     """
     params = models[0].params
     if stacked:
-        params = jax.tree.map(lambda *own: np.stack(own), *(model.params for model in models))
+        all_params = [model.params for model in models]
+        params = jax.tree.map(lambda *own: np.stack(own), *all_params)
     named = _named_leaves("params", params) | _named_leaves("frozen", models[0].frozen)
     # Files hold arrays row by row.
     return {name: np.asarray(leaf, order="C") for name, leaf in named.items()}

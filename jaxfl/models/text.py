@@ -239,7 +239,8 @@ class _TransformerBlock(nn.Module):
         size = width // self.heads
         # One product makes queries, keys and values.
         projected = FirstAxisDense(3 * width, name="attention")(_Norm(name="attention_norm")(x))
-        projected = projected.reshape(3, self.heads, size, batch, length).transpose(0, 1, 3, 2, 4)
+        projected = projected.reshape(3, self.heads, size, batch, length)
+        projected = projected.transpose(0, 1, 3, 2, 4)
         mixed = _attend(*projected).transpose(0, 2, 1, 3).reshape(x.shape)
         x = x + FirstAxisDense(width, name="attention_out")(mixed)
         hidden = FirstAxisDense(4 * width, name="hidden")(_Norm(name="hidden_norm")(x))
@@ -306,5 +307,7 @@ def _look_up(table: Float[Array, "V F"], tokens: Int[Array, "B L"]) -> Float[Arr
     """Return the rows of a table that tokens index, with features on the first axis."""
     if len(table) > _ONE_HOT:
         return table[tokens].transpose(2, 0, 1)
-    one_hot = (tokens.reshape(1, -1) == jnp.arange(len(table))[:, None]).astype(table.dtype)
+    row = tokens.reshape(1, -1)
+    words = jnp.arange(len(table))[:, None]
+    one_hot = (row == words).astype(table.dtype)
     return (table.T @ one_hot).reshape(-1, *tokens.shape)

@@ -14,9 +14,9 @@ from jax import Array
 from jax.extend import core
 from jaxtyping import Shaped
 
+from jaxfl._support.backend import Form
 from jaxfl._support.checks import check_counts, check_layers, checked, key_of, show
 from jaxfl._support.lazy import nnx
-from jaxfl.backend import Form
 from jaxfl.models.layers import as_floats
 from jaxfl.models.rewrite import in_form
 from jaxfl.models.tables import tables_of

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Shaped
 
+from jaxfl._support.backend import Form, Network, backend
 from jaxfl._support.checks import check_choice, check_counts, checked, key_of, show
 from jaxfl._support.recipes import with_recipe
-from jaxfl.backend import Form, Network, backend
 from jaxfl.models.kernels.convolution import to_pairs
 from jaxfl.models.layers import Classifier, Convolution, Dense, GroupNorm, as_floats
 from jaxfl.types import Model
@@ -49,7 +49,8 @@ def _picture_maps(
     x = _bytes(inputs)
     if padding:
         # A byte of 0 means -1, so bytes are scaled before they are padded with zeros.
-        x = jnp.pad(as_floats(x), ((0, 0), (padding, padding), (padding, padding), (0, 0)))
+        sides = (padding, padding)
+        x = jnp.pad(as_floats(x), ((0, 0), sides, sides, (0, 0)))
     if padding is not None:
         x = to_pairs(x)
     return as_floats(x)
@@ -124,7 +125,8 @@ class _NormLenet(Classifier):
         x = x.reshape(-1, x.shape[-1]).T
         for layer, norm in zip(self.dense, self.norm[2:], strict=True):
             # GroupNorm takes maps, here of a single pixel.
-            x = nn.relu(norm(layer(x).T[:, None, None])[:, 0, 0].T)
+            maps = layer(x).T[:, None, None]
+            x = nn.relu(norm(maps)[:, 0, 0].T)
         return x
 
 
@@ -172,7 +174,8 @@ class _ResNet(Classifier):
             y = self.conv[i + 1](self.norm[i](self.conv[i](x)))
             stride = self.conv[i].stride
             missing = len(y) - len(x)
-            shortcut = jnp.pad(x[:, ::stride, ::stride], ((0, missing), (0, 0), (0, 0), (0, 0)))
+            strided = x[:, ::stride, ::stride]
+            shortcut = jnp.pad(strided, ((0, missing), (0, 0), (0, 0), (0, 0)))
             x = self.norm[i + 1](y, shortcut)
         return x.mean((1, 2)).T
 

@@ -346,7 +346,8 @@ def model_in(server: Tree, update: Tree) -> Float[np.ndarray, "d"] | None:
         return jax.tree.map(np.shape, part) == kind
 
     # `is_leaf` ends the descent at the outermost part that fits.
-    model = next((part for part in jax.tree.leaves(server, is_leaf=fits) if fits(part)), ())
+    parts = jax.tree.leaves(server, is_leaf=fits)
+    model = next((part for part in parts if fits(part)), ())
     leaves = [np.ravel(leaf) for leaf in jax.tree.leaves(model)]
     if not leaves:
         return None

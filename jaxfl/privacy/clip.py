@@ -74,7 +74,8 @@ def round_within(
 
     squares = _sum_of_squares(_rounded(update, factor), shift)
     # The factor covers the rounding of conversion and root, which may shorten the length.
-    length = jnp.sqrt(squares.astype(jnp.float32)) * (1 << shift) * (1 + 2.0**-20)
+    length = jnp.sqrt(squares.astype(jnp.float32))
+    length = length * (1 << shift) * (1 + 2.0**-20)
     # Unrounded, the update has at most `length + half` steps. Rounding adds at most `half`.
     shorter = factor * (1 - 2.0**-20) * jnp.maximum(radius - half, 0.0) / (length + half)
     return _rounded(update, jnp.where(length <= radius, factor, shorter))
@@ -90,7 +91,8 @@ def _sum_of_squares(integers: Tree, shift: Int[Array, ""]) -> UInt32[Array, ""]:
 
     def square(leaf: Array) -> UInt32[Array, ""]:
         short = ((jnp.abs(leaf) + (1 << shift) - 1) >> shift).astype(jnp.uint32)
-        columns = jnp.sum(short**2, axis=tuple(range(leaf.ndim - 1)), dtype=jnp.uint32)
+        axes = tuple(range(leaf.ndim - 1))
+        columns = jnp.sum(short**2, axis=axes, dtype=jnp.uint32)
         # Two sums are faster than one on a CPU. The barrier keeps XLA from merging them.
         return jnp.sum(lax.optimization_barrier(columns), dtype=jnp.uint32)
 

@@ -26,18 +26,14 @@ from jaxfl._support.checks import (
     traced,
 )
 from jaxfl.local.lanes import begin, hold, longest
+from jaxfl.local.optimizers import Decay, Mask, decayed, first_state, weights_to_keep
 from jaxfl.local.train import (
     Apply,
     BatchLoss,
-    Decay,
     GradientFn,
     LossTerm,
-    Mask,
-    decayed,
     descend,
-    first_state,
     penalty_of,
-    weights_to_keep,
 )
 from jaxfl.privacy.clip import clip
 from jaxfl.privacy.mechanisms.gaussian import check_clip, extremes

@@ -165,7 +165,8 @@ def _rounded_gaussian(
     first = bits[0]
     second = bits[1] & np.uint32(0xFFFFFFFE)
     # Look-ups promise indices within the table, so both neighbours must lie in the table.
-    nearest = jnp.clip(jnp.round(_guess(bits) + 0.5).astype(jnp.int32), 1, last - 1)
+    guess = jnp.round(_guess(bits) + 0.5).astype(jnp.int32)
+    nearest = jnp.clip(guess, 1, last - 1)
     # Without a barrier XLA computes indices and words anew for each look-up.
     nearest, first, second = lax.optimization_barrier((nearest, first, second))
     compare = functools.partial(_compare, pairs, first, second)

@@ -22,7 +22,7 @@ from jaxfl._support.checks import (
     show,
 )
 from jaxfl.data.load import check_inputs, check_targets
-from jaxfl.local.train import restarted
+from jaxfl.local.optimizers import restarted
 from jaxfl.models.tables import check_table_rows
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism

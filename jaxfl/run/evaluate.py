@@ -10,8 +10,8 @@ from jax import Array
 from jax.experimental import multihost_utils
 from jaxtyping import Key
 
+from jaxfl._support.backend import of_devices
 from jaxfl._support.checks import check_count, checked, key_of
-from jaxfl.backend import of_devices
 from jaxfl.data.clients import check_data
 from jaxfl.data.load import Dataset
 from jaxfl.engine.chunk import halved

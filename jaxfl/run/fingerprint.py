@@ -18,7 +18,7 @@ from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Key
 
-from jaxfl.backend import backend
+from jaxfl._support.backend import backend
 from jaxfl.data.clients import packed
 from jaxfl.engine.memo import first_made, key_of_method, remembered
 from jaxfl.engine.program import Points, over_points

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxfl.backend import backend, cores, count_is_set, with_flags
+from jaxfl._support.backend import backend, cores, count_is_set, with_flags
 from jaxfl.engine import compilation_cache
 
 _LOG = logging.getLogger("jaxfl")

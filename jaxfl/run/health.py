@@ -264,7 +264,8 @@ def _nonfinite(inputs: Any) -> Bool[np.ndarray, "N"]:
     axes = tuple(range(1, inputs.ndim))
     # The store may be a file that is larger than memory.
     starts = range(0, len(inputs), _AT_ONCE)
-    return np.concatenate([~np.isfinite(inputs[i : i + _AT_ONCE]).all(axis=axes) for i in starts])
+    blocks = (inputs[i : i + _AT_ONCE] for i in starts)
+    return np.concatenate([~np.isfinite(block).all(axis=axes) for block in blocks])
 
 
 def _clients_with(

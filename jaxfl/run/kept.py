@@ -84,7 +84,8 @@ class BestModels:
     def keep(self, index: int, row: dict[str, Any], server: Tree, states: Tree) -> None:
         """Replace the kept states of the run `index` by those after the evaluation of `row`."""
         score = np.array([self._score(row)], np.float32)
-        self.kept[index] = Best(score, np.array([row["round"]], np.int32), server, states)
+        number = np.array([row["round"]], np.int32)
+        self.kept[index] = Best(score, number, server, states)
 
     def snapshots(self) -> list[Snapshot | None]:
         """Return each run's best states, or None if no score was known."""

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl.backend import of_devices
+from jaxfl._support.backend import of_devices
 from jaxfl.data.load import Dataset
 from jaxfl.engine.interface import Engine
 from jaxfl.engine.memo import described, first_made, key_of_arrays, key_of_method, remembered

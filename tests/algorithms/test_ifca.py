@@ -9,11 +9,11 @@ from algorithms_table import CLIP, MODEL, client_data, small_clients
 
 from jaxfl import simulate
 from jaxfl.algorithms import dp_fedavg, ifca
+from jaxfl.algorithms.server import Server
 from jaxfl.data import load, make_clients
 from jaxfl.local.train import LocalSGD
 from jaxfl.models import mlp
 from jaxfl.privacy import Full, Poisson
-from jaxfl.server import Server
 
 LINEAR = mlp((8, 8, 1), 10, hidden=())
 STEP = LocalSGD(optax.sgd(1.0), 16, 1)

@@ -13,7 +13,7 @@ import sys
 import pytest
 import yaml
 
-from jaxfl import launch
+from jaxfl.cli import launch
 
 RECIPES = pathlib.Path(__file__).parents[2] / "docs/clusters"
 GUIDE = RECIPES.parent / "guides/clusters.md"
@@ -23,7 +23,7 @@ POD = JOB["spec"]["template"]["spec"]
 
 def options(text):
     """Return the options of a script's launcher by name, and the words of its command."""
-    (command,) = re.findall(r"python -m jaxfl\.launch (.*)", text.replace("\\\n", " "))
+    (command,) = re.findall(r"python -m jaxfl launch (.*)", text.replace("\\\n", " "))
     return dict(re.findall(r"--(\w+) (\S+)", command)), shlex.split(command)
 
 

@@ -12,8 +12,8 @@ import pytest
 from algorithms_table import ALGORITHMS, MODEL, small_clients
 from jax._src.test_util import count_jit_compilation_cache_miss
 
+from jaxfl._support.backend import backend
 from jaxfl.algorithms import fedavg
-from jaxfl.backend import backend
 from jaxfl.engine import chunk, memo, resident
 from jaxfl.engine.mesh import place
 from jaxfl.engine.program import compile_rounds, initialize

@@ -13,7 +13,8 @@ from algorithms_table import CLIP, MODEL, SIZES, client_data, small_clients
 
 from jaxfl import simulate, sweep
 from jaxfl.algorithms import apfl, dp_fedavg, dp_fedavg_fb, fedavg, fedrep, pfedme
-from jaxfl.local.train import LocalSGD, decayed
+from jaxfl.local.optimizers import decayed
+from jaxfl.local.train import LocalSGD
 from jaxfl.privacy import DPSGD, Full, Poisson
 from jaxfl.run.check import _warn_of_restarts, check_algorithm
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxfl.backend import backend
+from jaxfl._support.backend import backend
 from jaxfl.local.lanes import begin, hold, longest
 
 BOUNDS = jnp.array([0, 3, 1])

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from jaxfl.backend import Form
+from jaxfl._support.backend import Form
 from jaxfl.models.rewrite import in_form
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxfl.backend import Form, backend
+from jaxfl._support.backend import Form, backend
 from jaxfl.models import build, digits_cnn, feddpa_cnn, lenet, lenet_groupnorm, mlp, resnet20
 from jaxfl.models.layers import Convolution
 

@@ -1,7 +1,9 @@
 """Plans, compared with the Gaussian's closed form and other accountants, and their texts."""
 
 import dataclasses
+import functools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,12 +62,19 @@ def test_noise_on_the_model_is_that_of_prefix_sums():
 
 
 @pytest.mark.slow
-def test_curves_go_through_the_plan(plans):
-    for each in plans[:2]:
-        assert each.over_delta([each.delta])[0] == pytest.approx(each.epsilon)
-        assert np.all(np.diff(each.over_delta([1e-7, 1e-6, 1e-5])) < 0)
-        assert each.over_rounds([60])[0] == pytest.approx(each.epsilon)
-        assert np.all(np.diff(each.over_rounds([10, 30, 60])) >= 0)
+@pytest.mark.parametrize("kind", ["poisson", "fixed size"])
+def test_with_a_plans_noise_epsilon_falls_with_delta_and_grows_with_rounds(plans, kind):
+    (planned,) = [each for each in plans if each.kind == kind]
+
+    def epsilon(**changes):
+        deployment: dict[str, Any] = SMALL | changes
+        noise_multiplier = planned.noise_multiplier
+        (found,) = plan(**deployment, noise_multiplier=noise_multiplier, kinds=(kind,))
+        return found.epsilon
+
+    assert epsilon(delta=planned.delta) == pytest.approx(planned.epsilon)
+    assert np.all(np.diff([epsilon(delta=delta) for delta in (1e-7, 1e-6, 1e-5)]) < 0)
+    assert np.all(np.diff([epsilon(rounds=rounds) for rounds in (10, 30, 60)]) > 0)
 
 
 def test_epsilon_of_a_multiplier_is_dp_accountings():
@@ -136,14 +145,12 @@ def test_what_cannot_be_planned_is_refused(arguments, message):
 
 
 def test_a_plan_for_clients_with_a_state_prices_them_everywhere():
-    (found,) = plan(
-        clients=1000, cohort=10, rounds=50, epsilon=2.0, kinds=("fixed size",), stateful=True
+    planned = functools.partial(
+        plan, clients=1000, cohort=10, rounds=50, kinds=("fixed size",), stateful=True
     )
-    assert (
-        found.over_delta([found.delta])[0]
-        == found.over_rounds([50])[0]
-        == pytest.approx(found.epsilon)
-    )
+    (found,) = planned(epsilon=2.0)
+    (again,) = planned(noise_multiplier=found.noise_multiplier)
+    assert again.epsilon == pytest.approx(found.epsilon)
 
 
 def test_more_bins_than_can_be_drawn_are_left_out():

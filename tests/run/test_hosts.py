@@ -19,10 +19,11 @@ import pytest
 from algorithms_table import ALGORITHMS, MODEL, TOGETHER, small_clients
 from jax.experimental import multihost_utils
 
-from jaxfl import evaluate, launch, membership, simulate, sweep
+from jaxfl import evaluate, membership, simulate, sweep
 from jaxfl._support import files
+from jaxfl._support.backend import backend
 from jaxfl.algorithms import ditto, fedprox
-from jaxfl.backend import backend
+from jaxfl.cli import launch
 from jaxfl.data import load, shard
 from jaxfl.engine.mesh import place
 from jaxfl.local.train import LocalSGD

@@ -76,7 +76,7 @@ def program(kind, folder):
 
 
 def start(kind, folder):
-    launcher = ["-m", "jaxfl.launch", "--processes", "2"] if kind == "processes" else []
+    launcher = ["-m", "jaxfl", "launch", "--processes", "2"] if kind == "processes" else []
     command = [sys.executable, *launcher, __file__, kind, str(folder)]
     paths = os.pathsep.join(map(str, pathlib.Path(__file__).parents[1:3]))
     cache = str(jax.config.values["jax_compilation_cache_dir"])

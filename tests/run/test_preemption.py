@@ -68,7 +68,7 @@ def start(folder, task, job):
     roots = map(str, pathlib.Path(__file__).parents[1:3])
     environment = os.environ | {f"SLURM_{name}": str(value) for name, value in variables.items()}
     environment |= {"JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": os.pathsep.join(roots)}
-    command = [sys.executable, "-m", "jaxfl.launch", __file__, str(folder)]
+    command = [sys.executable, "-m", "jaxfl", "launch", __file__, str(folder)]
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

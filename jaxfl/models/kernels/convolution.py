@@ -210,7 +210,8 @@ def _filter(rows: int, size: int) -> _Filter:
     taps = np.vstack((taps, np.eye(1, size, size - 1)))
     inputs = np.vstack((inputs, np.poly(points)[None, ::-1]))
     # The factors get similar sizes by powers of two, so nothing is rounded.
-    scale = np.exp2(np.round(np.log2(abs(taps).max(1) / abs(inputs).max(1)) / 2))[:, None]
+    ratios = abs(taps).max(1) / abs(inputs).max(1)
+    scale = np.exp2(np.round(np.log2(ratios) / 2))[:, None]
     return _Filter(outputs, taps / scale, inputs * scale)
 
 
@@ -259,7 +260,8 @@ def _pair_kernel(kernel: Array) -> Array:
     size, columns, c, f = kernel.shape
     # The right output of a pair (j = 1) reads its inputs one column further to the right.
     places = [jnp.pad(kernel, ((0, 0), (j, 1 - j), (0, 0), (0, 0))) for j in range(2)]
-    return jnp.stack(places, 3).reshape(size, (columns + 1) // 2, 2 * c, 2 * f)
+    pairs = jnp.stack(places, 3)
+    return pairs.reshape(size, (columns + 1) // 2, 2 * c, 2 * f)
 
 
 def _unpair_kernel(d: Array, shape: tuple[int, ...]) -> Array:
@@ -297,7 +299,8 @@ def to_pairs(x: Array) -> Array:
     for (k + 1) / k times the operations.
     """
     c, h, w, n = x.shape
-    return x.reshape(c, h, w // 2, 2, n).transpose(3, 0, 1, 2, 4).reshape(2 * c, h, w // 2, n)
+    by_pair = x.reshape(c, h, w // 2, 2, n)
+    return by_pair.transpose(3, 0, 1, 2, 4).reshape(2 * c, h, w // 2, n)
 
 
 def _padded(x: Array, plan: _Plan, padding: Padding) -> Array:
@@ -307,7 +310,8 @@ def _padded(x: Array, plan: _Plan, padding: Padding) -> Array:
     needed = (plan.tiles - 1) * plan.rows + len(plan.filter.inputs)
     high = -(-needed // plan.rows) * plan.rows
     (above, _), sides = padding
-    config = ((0, 0, 0), (above, high - x.shape[1] - above, 0), (*sides, 0), (0, 0, 0))
+    below = high - x.shape[1] - above
+    config = ((0, 0, 0), (above, below, 0), (*sides, 0), (0, 0, 0))
     return lax.pad(x, jnp.zeros((), x.dtype), config)
 
 
@@ -330,7 +334,9 @@ def _patches(x: Array, plan: _Plan, padding: Padding) -> Array:
     x = jnp.stack(_to_tiles(x.reshape(*x.shape[:2], -1), plan))
     # The spare column in front is a pad, through which XLA does not fuse. It would otherwise fuse
     # the producer of x into every slice.
-    x = lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (0, 0, 0), (0, 0, 0), (n, 0, 0)))
+    unchanged = (0, 0, 0)
+    in_front = (n, 0, 0)
+    x = lax.pad(x, jnp.zeros((), x.dtype), (unchanged, unchanged, unchanged, in_front))
     patches = [x[..., (1 + j) * n : (1 + j + plan.wide) * n] for j in range(plan.columns)]
     points = len(plan.filter.outputs)
     return jnp.concatenate(patches, 1).reshape(points, -1, plan.tiles * plan.wide * n)
@@ -409,7 +415,8 @@ def _split_rows(y: Array, rows: int, tiles: int) -> list[Array]:
         rows: Number of rows of a tile.
         tiles: Number of tiles, which zeros fill below the maps.
     """
-    y = jnp.pad(y, ((0, 0), (0, tiles * rows - y.shape[1]), (0, 0), (0, 0)))
+    missing = tiles * rows - y.shape[1]
+    y = jnp.pad(y, ((0, 0), (0, missing), (0, 0), (0, 0)))
     y = y.reshape(len(y), tiles, rows, *y.shape[2:])
     return [y[:, :, i] for i in range(rows)]
 
@@ -429,7 +436,8 @@ def _kernel_squares(x: Array, dy: Array, shape: tuple[int, ...], pairs: bool) ->
     x = jnp.concatenate([x[..., j : j + wide] for j in range(columns)], 1)
     # Copies of a map's rows are then one long copy.
     x = x.reshape(n, x.shape[1], -1)
-    patches = jnp.concatenate([x[..., i * wide : (i + high) * wide] for i in range(shape[0])], 1)
+    strips = [x[..., i * wide : (i + high) * wide] for i in range(shape[0])]
+    patches = jnp.concatenate(strips, 1)
     gradients = jnp.einsum("nkl,nfl->nkf", patches, dy.reshape(n, f, -1))
     gradients = gradients.reshape(n, shape[0], -1, f)
     # A weight is in two places of a paired kernel. Its gradient is their sum, before the square.
@@ -453,8 +461,10 @@ def _pooled_squares(x: Array, route: Array, g: Array, shape: tuple[int, ...], pa
     g = _batch_first(g)
     a, b, c, d = (jnp.where(route == position, g, 0) for position in range(4))
     # Left and right columns become channels, and upper and lower rows alternate.
-    dy = jnp.stack([jnp.stack([a, c], 3), jnp.stack([b, d], 3)], 1)
-    dy = dy.reshape(len(g), 2 * g.shape[1], 2 * g.shape[2], g.shape[3])
+    rows = [jnp.stack([a, c], 3), jnp.stack([b, d], 3)]
+    dy = jnp.stack(rows, 1)
+    _, high_g, wide_g, features = g.shape
+    dy = dy.reshape(len(g), 2 * high_g, 2 * wide_g, features)
     return _kernel_squares(x, dy, shape, True)
 
 
@@ -506,7 +516,8 @@ def _windows(above: Array, below: Array, pairs: bool) -> tuple[Array, Array]:
         c, d = jnp.split(below, 2)
     else:
         # A last odd column is in no window.
-        columns = [row[:, :, : wide // 2 * 2].reshape(f, tiles, -1, 2, n) for row in (above, below)]
+        paired = wide // 2 * 2
+        columns = [row[:, :, :paired].reshape(f, tiles, -1, 2, n) for row in (above, below)]
         a, b, c, d = (row[:, :, :, side] for row in columns for side in range(2))
     above = jnp.maximum(a, b)
     below = jnp.maximum(c, d)

@@ -31,7 +31,7 @@ from jax import Array, lax
 from jax.custom_batching import custom_vmap
 from jax.experimental import pallas as pl
 
-from jaxfl.backend import on_gpu
+from jaxfl._support.backend import on_gpu
 from jaxfl.models.layers import LARGEST_FUSED
 
 _PLACES = ((0, 0), (0, 1), (1, 0), (1, 1))
@@ -141,7 +141,8 @@ class Maps:
         channels, high, wide, batch = self.shape
         margin, stride = self.lines
         x = self.flat[:, margin : margin + channels * self.split * stride]
-        x = x.reshape(len(x), channels, self.split, stride, -1).transpose(1, 0, 3, 2, 4)
+        x = x.reshape(len(x), channels, self.split, stride, -1)
+        x = x.transpose(1, 0, 3, 2, 4)
         x = x.reshape(channels, x.shape[1], self.split * stride, -1)
         return x[:, :high, :wide, :batch]
 
@@ -281,9 +282,11 @@ def _further_apart(maps: Array, old: _Lines, new: _Lines, columns: int) -> Array
         columns: Number of columns of each block that have values.
     """
     batch = maps.shape[-1]
-    blocks = maps[:, old.margin : -old.margin].reshape(len(maps), -1, old.stride, batch)
+    blocks = maps[:, old.margin : -old.margin]
+    blocks = blocks.reshape(len(maps), -1, old.stride, batch)
     blocks = blocks[:, :, :columns]
-    blocks = jnp.pad(blocks, [(0, 0), (0, 0), (0, new.stride - columns), (0, 0)])
+    missing = new.stride - columns
+    blocks = jnp.pad(blocks, [(0, 0), (0, 0), (0, missing), (0, 0)])
     lines = blocks.reshape(len(maps), -1, batch)
     return jnp.pad(lines, [(0, 0), (new.margin, new.margin), (0, 0)])
 
@@ -688,7 +691,7 @@ def _to_inputs(
                         sent = jnp.where(winner == jnp.where(beyond, -1, place), change, zero)
                         row = 2 * up - dy
                         column = split * left - 2 * part - dx
-                        for q, r, a, b in _inputs_at(layer, row, column):
+                        for q, r, a, b in _gathered_inputs(layer, row, column):
                             for c in range(tile):
                                 i = (q * split + r) * tile + c
                                 weight = kernel[client, a, b, first + c, f]
@@ -706,7 +709,7 @@ def _to_inputs(
     return body, (pairs, channels // tile), [(flat, jnp.float32)]
 
 
-def _inputs_at(
+def _gathered_inputs(
     layer: _ConvolutionLayer, row: int, column: int
 ) -> Iterator[tuple[int, int, int, int]]:
     """Yield which of a pair of lines and of the remainders of columns a place's gradient reaches.

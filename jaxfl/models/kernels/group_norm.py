@@ -50,7 +50,8 @@ def _forward(
     gain = lax.rsqrt(variance + options.epsilon)
     # scale z + bias is slope x + offset, which is one multiply-add.
     slope = gain * scale[:, None]
-    slope, offset = _along_rows(jnp.stack([slope, bias[:, None] - mean * slope]), x.shape)
+    both = jnp.stack([slope, bias[:, None] - mean * slope])
+    slope, offset = _along_rows(both, x.shape)
     y = rows * slope + offset
     if shortcut is not None:
         y = y + _as_rows(shortcut)
@@ -77,7 +78,8 @@ def _backward(
     level, slope = group_means(scaled, shape, options)
     # The formula of dx, sorted into a factor of dy, a factor of x and an offset.
     slope = slope * gain
-    factors = jnp.stack([gain * scale[:, None], -gain * slope, gain * (slope * mean - level)])
+    rows = [gain * scale[:, None], -gain * slope, gain * (slope * mean - level)]
+    factors = jnp.stack(rows)
     by_dy, by_x, offset = _along_rows(factors, shape)
     dx = (dy * by_dy + rows * by_x + offset).reshape(shape)
     if options.sum_grad_squared:
@@ -108,7 +110,8 @@ def _sums(a: Array, b: Array, shape: tuple[int, ...]) -> Float[Array, "2 c n"]:
         return left[0] + right[0], left[1] + right[1]
 
     zero = jnp.zeros((), a.dtype)
-    sums = jnp.stack(lax.reduce((a, b), (zero, zero), add, (1,)))
+    both = lax.reduce((a, b), (zero, zero), add, (1,))
+    sums = jnp.stack(both)
     return sums.reshape(2, len(a), *shape[2:]).sum(2)
 
 

@@ -139,7 +139,8 @@ def _blocks_of_pixels(x: Array, size: int, padding: int) -> Float[Array, "blocks
     ]
     x = lax.pad(x, jnp.zeros((), x.dtype), pads)
     # The row and the column in a block become the first part of a channel's number.
-    x = x.reshape(c, h, 2, w, 2, n).transpose(2, 4, 0, 1, 3, 5)
+    x = x.reshape(c, h, 2, w, 2, n)
+    x = x.transpose(2, 4, 0, 1, 3, 5)
     return x.reshape(4 * c, h, w, n)
 
 
@@ -148,9 +149,11 @@ def _blocks_of_taps(kernel: Array) -> Float[Array, "h h blocks features"]:
     size, _, c, f = kernel.shape
     half = (size + 1) // 2
     # A kernel of odd side gets a row and a column of zeros, so that it consists of blocks.
-    kernel = jnp.pad(kernel, ((0, 2 * half - size), (0, 2 * half - size), (0, 0), (0, 0)))
+    missing = 2 * half - size
+    kernel = jnp.pad(kernel, ((0, missing), (0, missing), (0, 0), (0, 0)))
     # Channels have the order of those of the input's blocks.
-    kernel = kernel.reshape(half, 2, half, 2, c, f).transpose(0, 2, 1, 3, 4, 5)
+    kernel = kernel.reshape(half, 2, half, 2, c, f)
+    kernel = kernel.transpose(0, 2, 1, 3, 4, 5)
     return kernel.reshape(half, half, 4 * c, f)
 
 

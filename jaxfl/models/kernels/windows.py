@@ -56,7 +56,8 @@ def _products(x: Array, kernel: Array, window: Window) -> tuple[Array, Array, Ar
     patches = jnp.stack(taps, 1).reshape(window.groups, -1, math.prod(out))
     weights = jnp.moveaxis(kernel.reshape(patches.shape[1], window.groups, -1), 1, 0)
     # Y = K^T P, for each group.
-    y = lax.dot_general(weights, patches, (((1,), (1,)), ((0,), (0,))), precision=window.precision)
+    over_patches = (((1,), (1,)), ((0,), (0,)))
+    y = lax.dot_general(weights, patches, over_patches, precision=window.precision)
     return y.reshape(-1, *out), patches, weights
 
 
@@ -70,15 +71,15 @@ def _products_backward(window: Window, saved: tuple, dy: Array) -> tuple[Array |
     *sizes, _, _ = kernel_shape
     columns = dy.reshape(window.groups, -1, patches.shape[2])
     # dK = P dY^T.
-    d_kernel = lax.dot_general(
-        patches, columns, (((2,), (2,)), ((0,), (0,))), precision=window.precision
-    )
+    over_positions = (((2,), (2,)), ((0,), (0,)))
+    d_kernel = lax.dot_general(patches, columns, over_positions, precision=window.precision)
     d_kernel = jnp.moveaxis(d_kernel, 0, 1).reshape(kernel_shape)
     # The first layer's input needs no gradient.
     if weights is None:
         return None, d_kernel
     # dP = K dY.
-    d = lax.dot_general(weights, columns, (((2,), (1,)), ((0,), (0,))), precision=window.precision)
+    over_features = (((2,), (1,)), ((0,), (0,)))
+    d = lax.dot_general(weights, columns, over_features, precision=window.precision)
     d = d.reshape(window.groups, *sizes, -1, *dy.shape[1:])
     return _from_taps(d, shape, window), d_kernel
 
@@ -168,7 +169,8 @@ def _weighted_sum(weights: Array, taps: Sequence[Array]) -> Array:
 
 
 def _taps(x: Array, kernel: Array, window: Window) -> list[Array]:
-    return slices(x, (1, *kernel.shape[:-2], 1), (1, *window.strides, 1), (1, *window.dilation, 1))
+    sizes = kernel.shape[:-2]
+    return slices(x, (1, *sizes, 1), (1, *window.strides, 1), (1, *window.dilation, 1))
 
 
 def slices(

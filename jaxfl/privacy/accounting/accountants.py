@@ -612,7 +612,8 @@ def _log_mixture(u: Float[np.ndarray, "x"], rate: float) -> Float[np.ndarray, "x
     """Return log(1 - q + q exp(u)) to full precision, also for small q."""
     # `where` computes both forms, and for large u this unused one would overflow.
     small = np.log1p(rate * np.expm1(np.minimum(u, 30.0)))
-    return np.where(u < 30, small, np.logaddexp(math.log1p(-rate), math.log(rate) + u))
+    large = np.logaddexp(math.log1p(-rate), math.log(rate) + u)
+    return np.where(u < 30, small, large)
 
 
 def total_multiplier(multiplier: Float[np.ndarray, "R *C"]) -> Float[np.ndarray, "*C"]:
@@ -761,7 +762,8 @@ def balls_in_bins(
         up = scipy.special.gammaln(order + 1) - order * math.log(bins) + power[order]
         # Rounding must not lower the bound, so a margin is added to the larger direction.
         larger = max(up, _log_inverse_moment(order - 1, u, transform, bins), 0.0)
-        divergences[i] = min((larger + 1e-10 * (1 + larger)) / (order - 1), divergences[i])
+        rounded_up = larger + 1e-10 * (1 + larger)
+        divergences[i] = min(rounded_up / (order - 1), divergences[i])
     return divergences
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
-from jaxtyping import Float
 from rich.console import Console
 from rich.progress import Progress
 
@@ -131,25 +130,6 @@ class Plan(NamedTuple):
             # The other limit does not replace the sampler's groups.
             found = ("groups", *found)
         return found or ("nothing",)
-
-    def over_delta(self, deltas: Sequence[float]) -> Float[np.ndarray, "n"]:
-        """Return the epsilon at each of `deltas`, with the plan's noise and rounds."""
-        return np.array([self._after(self.rounds, delta) for delta in deltas])
-
-    def over_rounds(self, rounds: Sequence[int]) -> Float[np.ndarray, "n"]:
-        """Return the epsilon after each number of `rounds`, with the plan's noise and delta."""
-        return np.array([self._after(number, self.delta) for number in rounds])
-
-    def _after(self, rounds: int, delta: float) -> float:
-        return _epsilon(
-            self.mechanism,
-            self.clients,
-            rounds,
-            delta,
-            stateful=self.stateful,
-            participations=self.participations,
-            separation=self.separation,
-        )
 
 
 def _check_kinds(name: str, value: Any) -> tuple[Kind, ...]:

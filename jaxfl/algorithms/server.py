@@ -6,16 +6,16 @@ Most methods that send updates take an optax transformation as `server_optimizer
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-import optax.contrib
 from jax import Array
 from jaxtyping import Key, UInt32
 
 from jaxfl._support.checks import check_fraction, checked
+from jaxfl.local.optimizers import schedule_free
 from jaxfl.types import Number, Params, Tree
 
 _momentum = functools.partial(check_fraction, zero=True, one=False)
@@ -60,17 +60,6 @@ def init_server(params: Params, optimizer: optax.GradientTransformation) -> Serv
             "optax.contrib.schedule_free to LocalSGD."
         )
     return Server(params, state)
-
-
-def states_of(state: Tree, wanted: Callable[[Any], bool]) -> list[Any]:
-    """Return the parts of an optimizer's state for which `wanted` is true."""
-    # The wanted parts count as leaves, because JAX would otherwise flatten them.
-    return [part for part in jax.tree.leaves(state, is_leaf=wanted) if wanted(part)]
-
-
-def schedule_free(state: Tree) -> list[Any]:
-    """Return the states of `optax.contrib.schedule_free` in an optimizer's state."""
-    return states_of(state, lambda part: isinstance(part, optax.contrib.ScheduleFreeState))
 
 
 def init_clients(params: Params, num_clients: int) -> Params:

@@ -17,10 +17,10 @@ import pytest
 from jax._src import distributed
 from jax._src.clusters import ClusterEnv
 
-from jaxfl import launch
+from jaxfl.cli import launch
 from jaxfl.engine import processes
 
-LAUNCH = [sys.executable, "-m", "jaxfl.launch"]
+LAUNCH = [sys.executable, "-m", "jaxfl", "launch"]
 
 
 def program(what, *arguments):

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh
 
 import jaxfl
-from jaxfl.backend import (
+from jaxfl._support.backend import (
     _TRACED_FOR,
     backend,
     compiler_options,

@@ -1,11 +1,11 @@
 """Run one program as several processes that share its work. The program itself needs no change.
 
 On one machine:
-  python -m jaxfl.launch --processes 2 -m experiments.quickstart
+  python -m jaxfl launch --processes 2 -m experiments.quickstart
 On each of two machines:
-  python -m jaxfl.launch --coordinator HOST:PORT --processes 2 --process 0 run.py
+  python -m jaxfl launch --coordinator HOST:PORT --processes 2 --process 0 run.py
 If JAX detects the cluster:
-  srun python -m jaxfl.launch run.py
+  srun python -m jaxfl launch run.py
 
 Under Slurm and Open MPI, the tasks of a node share its GPUs equally, and the number of GPUs of each
 task is printed. If one process fails, the others end too. The same command then resumes each run
@@ -39,7 +39,7 @@ import jax
 # JAX has no public way to ask which cluster it detects.
 from jax._src.clusters import ClusterEnv
 
-from jaxfl.backend import COUNT_FLAG, cores, visible_gpus
+from jaxfl._support.backend import COUNT_FLAG, cores, visible_gpus
 from jaxfl.engine.processes import agree
 from jaxfl.run import signals
 from jaxfl.run.flags import configure
@@ -139,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     # The description holds the usage, so an error is one line.
     parser = argparse.ArgumentParser(
-        "python -m jaxfl.launch",
+        "python -m jaxfl launch",
         usage=argparse.SUPPRESS,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -416,7 +416,7 @@ def _start(
     children = {}
     for number in numbers:
         join = f"_join({coordinator!r}, {options.processes}, {number}, {devices}, {run!r}, {alive})"
-        command = [sys.executable, "-c", f"from jaxfl.launch import _join; {join}", *program]
+        command = [sys.executable, "-c", f"from jaxfl.cli.launch import _join; {join}", *program]
         # All processes print the same, so only one of them is shown.
         shown = None
         if number != numbers[0]:
@@ -617,7 +617,7 @@ def _run_as_main(module: bool) -> None:
 
 def _versions() -> dict[str, str]:
     """Return the versions of Python and JAX, and a hash of this package's code, by name."""
-    sources = sorted(pathlib.Path(__file__).parent.rglob("*.py"))
+    sources = sorted(pathlib.Path(__file__).parents[1].rglob("*.py"))
     code = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
     return {"python": platform.python_version(), "jax": jax.__version__, "jaxfl's code": code[:12]}
 
@@ -626,7 +626,3 @@ def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

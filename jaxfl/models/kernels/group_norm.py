@@ -78,8 +78,7 @@ def _backward(
     level, slope = group_means(scaled, shape, options)
     # The formula of dx, sorted into a factor of dy, a factor of x and an offset.
     slope = slope * gain
-    rows = [gain * scale[:, None], -gain * slope, gain * (slope * mean - level)]
-    factors = jnp.stack(rows)
+    factors = jnp.stack([gain * scale[:, None], -gain * slope, gain * (slope * mean - level)])
     by_dy, by_x, offset = _along_rows(factors, shape)
     dx = (dy * by_dy + rows * by_x + offset).reshape(shape)
     if options.sum_grad_squared:

@@ -349,7 +349,7 @@ def classification(
     known = {
         "accuracy": average(lambda outputs, labels: jnp.argmax(outputs, axis=-1) == labels),
         "f1": Metric(_class_confusion, _macro_f1),
-        "auc": _area(_ranked_classes, exact),
+        "auc": _area(_class_outputs, exact),
     }
 
     own_loss = cross_entropy
@@ -366,7 +366,7 @@ def _class_confusion(outputs: Array, labels: Array, weights: Array) -> tuple[Arr
     return _confusion(predicted, _hot(labels, outputs), weights)
 
 
-def _ranked_classes(outputs: Array, labels: Array) -> tuple[Array, Array, Array]:
+def _class_outputs(outputs: Array, labels: Array) -> tuple[Array, Array, Array]:
     """Return margins, probabilities and truths of all classes, for `_area`."""
     return _margins(outputs), jax.nn.softmax(outputs), _hot(labels, outputs)
 
@@ -407,7 +407,7 @@ def multi_label(*metrics: str, exact: int = _EXACT) -> Task:
     known = {
         # A logit above 0 is a probability above one half.
         "f1": Metric(lambda o, y, w: _confusion(o > 0, y > 0, w), _macro_f1),
-        "auc": _area(_ranked_labels, exact),
+        "auc": _area(_label_outputs, exact),
         "accuracy": average(lambda o, y: jnp.mean((o > 0) == (y > 0), axis=-1)),
     }
 
@@ -415,7 +415,7 @@ def multi_label(*metrics: str, exact: int = _EXACT) -> Task:
     return Task("multi_label", _binary_loss, chosen, _check_binary, lambda outputs: outputs > 0)
 
 
-def _ranked_labels(outputs: Array, labels: Array) -> tuple[Array, Array, Array]:
+def _label_outputs(outputs: Array, labels: Array) -> tuple[Array, Array, Array]:
     """Return margins, probabilities and truths of all labels, for `_area`."""
     # Logits have the order of their probabilities, and distinguish those that round to 1.
     return outputs, jax.nn.sigmoid(outputs), labels > 0
@@ -700,16 +700,16 @@ class _Outputs(NamedTuple):
     """Numbers of positive and of negative examples by class and bin of probabilities."""
 
 
-def _area(ranked: Callable[[Array, Array], tuple[Array, Array, Array]], exact: int) -> Metric:
+def _area(outputs_of: Callable[[Array, Array], tuple[Array, Array, Array]], exact: int) -> Metric:
     """Return the metric of the mean area under the ROC curves of all classes.
 
     Args:
-        ranked: Function of outputs and labels to margins, probabilities and truths [B, K].
+        outputs_of: Function of outputs and labels to margins, probabilities and truths [B, K].
         exact: Number of examples up to which the area is exact.
     """
 
     def sums(outputs: Array, labels: Array, weights: Float[Array, "B"]) -> _Outputs:
-        margins, scores, true = ranked(outputs, labels)
+        margins, scores, true = outputs_of(outputs, labels)
         # Padding moves behind the examples.
         order = jnp.argsort(weights <= 0, stable=True)[:exact]
         # All sums have `exact` rows, because shapes must not depend on the size of a batch.
@@ -726,7 +726,7 @@ def _area(ranked: Callable[[Array, Array], tuple[Array, Array, Array]], exact: i
 
 
 def _merged_outputs(first: _Outputs, second: _Outputs) -> _Outputs:
-    """Return the sums of two batches together."""
+    """Append the second batch's examples while there is room, and add counts and histograms."""
     exact = len(first.true)
     # The examples of `second` follow those of `first`, as far as there is room.
     place = jnp.arange(exact)[:, None] - first.count

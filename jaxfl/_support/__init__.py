@@ -1,1 +1,1 @@
-"""What all rooms use: checks of arguments, files, late imports, and choices for devices."""
+"""What all rooms use: checks of arguments, files, late imports, recipes, choices for devices."""

@@ -113,7 +113,7 @@ def mixed(
         weights = np.array([0.0, 1.0], np.float32)
 
     def personalize(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> Params:
-        start = _own_layers(model, jax.random.fold_in(key, _INIT))
+        start = _own_params(model, jax.random.fold_in(key, _INIT))
         fold = _folds(jax.random.fold_in(key, _FOLDS), data, folds, by_class=by_class)
 
         def fit(data: ClientData) -> tuple[Params, Params]:
@@ -143,7 +143,7 @@ def mixed(
 
     def unmixed(key: Key[Array, ""]) -> Mixture:
         # With the weight 0, the outputs are those of the method.
-        return Mixture(_own_layers(model, key), jnp.zeros(()))
+        return Mixture(_own_params(model, key), jnp.zeros(()))
 
     # The model cannot be split at its head, because the own model reads inputs, not features.
     mixture = extended(model, _MIXTURE, unmixed, change)._replace(extract=None, classify=None)
@@ -151,7 +151,7 @@ def mixed(
     return algorithm._replace(name=name, model=mixture, personalize=personalize)
 
 
-def _own_layers(model: Model, key: Key[Array, ""]) -> Params:
+def _own_params(model: Model, key: Key[Array, ""]) -> Params:
     """Draw parameters for a client's own model."""
     params = model.init(key)
     # An entry of a wrapper, such as a map of logits, is no part of the client's own model.

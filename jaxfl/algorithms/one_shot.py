@@ -330,8 +330,8 @@ def _one_shot(
 def _with_head(params: Params, layer: str, head: Linear) -> Params:
     """Return the parameters with another head, in the dtypes of the head before."""
     kernel, bias = head
-    # The solution is in single precision, and the network's dtype may be another one.
     old = params[layer]
+    # The solution is in single precision, and the network's dtype may be another one.
     new = {
         "kernel": kernel.astype(old["kernel"].dtype),
         "bias": bias.astype(old["bias"].dtype),

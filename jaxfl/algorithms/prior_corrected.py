@@ -160,13 +160,13 @@ def prior_corrected(
         change = functools.partial(add, offset_of(data))
         return update_through(change, algorithm, key, server, client, data)
 
-    updated = algorithm.client_update
+    update = algorithm.client_update
     if train:
-        updated = client_update
+        update = client_update
     corrected = algorithm._replace(
         name=f"prior_corrected({algorithm.name})",
         model=extended(model, _LOG_PRIOR, start, add),
-        client_update=updated,
+        client_update=update,
         personalize=personalize,
     )
     if nonzero(released):

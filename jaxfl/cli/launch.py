@@ -80,14 +80,14 @@ class _Stop(NamedTuple):
     number: int
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Start this machine's processes, wait for all of them, and report the first failure.
+def main(arguments: list[str]) -> int:
+    """Run a program as several processes that share its work, and report the first failure.
 
     Ctrl-C (or SIGTERM) lets a run save and stop, and a second one kills it. The processes end when
     the launcher does, whatever ends it.
 
     Args:
-        arguments: Arguments of the command line. None stands for those of this process.
+        arguments: Words of the command line after `jaxfl launch`.
 
     Returns:
         The exit code of the process that failed first, or 0 if none failed. It is 128 plus the

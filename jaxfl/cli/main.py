@@ -1,7 +1,4 @@
-"""Run and compare methods, plan a deployment, and show this machine's datasets and speed.
-
-The command `jaxfl launch` starts several processes that share one run (see `jaxfl launch --help`).
-"""
+"""Run and compare methods, plan a deployment, and show this machine's datasets and speed."""
 
 import contextlib
 import dataclasses
@@ -281,7 +278,7 @@ def _raised_in(trace: types.TracebackType | None) -> str:
     return trace.tb_frame.f_globals.get("__name__", "")
 
 
-def _commands(words: list[str]) -> dict[str, Callable[..., None]]:
+def _commands(words: list[str]) -> dict[str, Callable[..., Any]]:
     """Return the commands by name.
 
     Settings in the file after --config replace the defaults of the command that the words call.
@@ -342,6 +339,8 @@ def _commands(words: list[str]) -> dict[str, Callable[..., None]]:
         "plan": plan,
         "data": data,
         "doctor": doctor,
+        # `main` calls it before tyro reads words. Here it has its line in the help and in errors.
+        "launch": launch.main,
     }
 
 

@@ -192,9 +192,9 @@ def _name_of(build: Build, arguments: tuple, mesh: Mesh, facts: tuple[str, ...])
 def _agreed_chunk(name: str) -> int | None:
     """Return the cached chunk, or None unless all processes have cached the same one."""
     known = _recall_chunk(name)
-    # The negative of the largest negated number is the least number of all processes.
-    most_known, least_known = processes.maximum(known or 0, -(known or 0))
-    if most_known != -least_known:
+    # The largest of the negated numbers is the negative of the least number of all processes.
+    most_known, negated_least = processes.maximum(known or 0, -(known or 0))
+    if most_known != -negated_least:
         return None
     return known
 

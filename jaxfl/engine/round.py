@@ -398,32 +398,6 @@ def _cohort(
     # Without a limit, a single sum takes all chunks.
     length = representation.chunks_per_sum or max(len(order), 1)
     add_chunk = _chunk_adder(client, order, chunk, slots.rank, most)
-    carry = (sums, rows, states)
-    sums, rows, states = _in_blocks(add_chunk, settle, chunks, length, zero, carry)
-    return _with_rows(sums, rows), states
-
-
-def _in_blocks(
-    add_chunk: Callable[..., tuple],
-    settle: Callable[[Sums], Sums],
-    chunks: Int[Array, ""],
-    length: int,
-    zero: Sums,
-    carry: tuple,
-) -> tuple:
-    """Add all chunks, lane by lane within a block, and blocks in the numbers of `settle`.
-
-    Args:
-        add_chunk: Body of the loop over a block's chunks.
-        settle: Function from a block's sums by lane to its sums.
-        chunks: Number of chunks.
-        length: Number of chunks of a block.
-        zero: Sums by lane at the start of a block.
-        carry: Sums, rows and states so far.
-
-    Returns:
-        The carry after all blocks.
-    """
 
     def block(b: Int[Array, ""], carry: tuple) -> tuple:
         sums, *others = carry
@@ -431,7 +405,9 @@ def _in_blocks(
         part, rows, states = lax.fori_loop(b * length, end, add_chunk, (zero, *others))
         return add(sums, settle(part)), rows, states
 
-    return lax.fori_loop(0, -(-chunks // length), block, carry)
+    # Chunks are added up lane by lane within a block, and blocks in the numbers of `settle`.
+    sums, rows, states = lax.fori_loop(0, -(-chunks // length), block, (sums, rows, states))
+    return _with_rows(sums, rows), states
 
 
 def _chunk_adder(

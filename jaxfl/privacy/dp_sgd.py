@@ -202,12 +202,15 @@ class DPSGD:
 
     def _take_steps(
         self,
-        gradient_at: Callable,
+        gradient_at: Callable[..., tuple[Float[Array, ""], Tree]],
         params: Params,
         data: ClientData,
         mask: Mask,
     ) -> tuple[Params, Float[Array, ""], Int[Array, ""]]:
-        """Return the trained parameters, the sum of losses, and the number of steps."""
+        """Return the trained parameters, the sum of losses, and the number of steps.
+
+        `gradient_at` is a function of a step's index and the parameters to loss and gradient.
+        """
         # The size is traced, so a client without examples gets a number of steps, which is 0.
         total = jnp.where(data.size > 0, self.steps, 0)
         optimizer = decayed(self.optimizer, self.decay, data)

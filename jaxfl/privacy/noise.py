@@ -177,7 +177,7 @@ def _rounded_gaussian(
 
         def is_below(k: Int[Array, "D"]) -> Bool[Array, "D"]:
             below, above = compare(k)
-            return below | ~above & (final < third[k])
+            return below | (~above & (final < third[k]))
 
         # A sure coordinate has a bracket of width 1, which bisection leaves as it is.
         return _bisected(is_below, magnitude, jnp.where(sure, magnitude + 1, last))

@@ -614,7 +614,7 @@ def _draw_columns(
 
 
 def _draw_epsilons(axes: Axes, rows: Sequence[MetricsRow], names: Mapping[str, str]) -> None:
-    """Draw the panel of epsilons, with the texts of `_draw_columns` for one or two columns."""
+    """Draw the epsilons so far. Two curves get a legend, and a single one is named on the axis."""
     if len(names) > 1:
         _draw_columns(axes, rows, names, "ε so far")
         return

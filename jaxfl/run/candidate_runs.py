@@ -346,7 +346,7 @@ class CandidateRuns:
                 if found is None and len(part) > 1:
                     # The halves train the same clients again.
                     bar.skip(-work)
-                    waiting[:0] = _equal_parts(part, 2)
+                    waiting[:0] = _in_parts(part, 2)
                 # A part without results waits again in halves, or its only point is left out.
                 for position, result in zip(part, found or [], strict=False):
                     results[position] = result
@@ -358,7 +358,7 @@ class CandidateRuns:
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in states)
         # A method without states has size 0, and all of its points fit.
         at_once = max(1, _STATE_BYTES // max(1, size))
-        return _equal_parts(group, math.ceil(len(group) / at_once))
+        return _in_parts(group, math.ceil(len(group) / at_once))
 
     def _sweep(
         self,
@@ -477,7 +477,7 @@ class CandidateRuns:
         return {name: [float(point.values[name]) for point in points] for name in names}
 
 
-def _equal_parts(positions: Sequence[int], count: int) -> list[list[int]]:
+def _in_parts(positions: Sequence[int], count: int) -> list[list[int]]:
     """Return the positions in `count` parts of nearly equal length."""
     return [part.tolist() for part in np.array_split(positions, count)]
 

@@ -98,7 +98,7 @@ def _finish(loop: Loop, callbacks: Sequence[Callback], shown: bool) -> list[Resu
         central=plan.settings.central is not None,
     )
     try:
-        _go(loop, callbacks, watch, shown)
+        _run_with_followers(loop, callbacks, watch, shown)
     except Exception as error:
         if loop.checkpoints is not None:
             error.add_note(_resume_note(loop.done, loop.checkpoints.newest()))
@@ -112,7 +112,9 @@ def _finish(loop: Loop, callbacks: Sequence[Callback], shown: bool) -> list[Resu
     return _with_states(results, loop)
 
 
-def _go(loop: Loop, callbacks: Sequence[Callback], watch: Watch, shown: bool) -> None:
+def _run_with_followers(
+    loop: Loop, callbacks: Sequence[Callback], watch: Watch, shown: bool
+) -> None:
     """Run a loop to its end with all followers, and let its rounds finish after a signal."""
     plan = loop.plan
     shown = shown and not loop.finished

@@ -265,7 +265,10 @@ def _to_winners(
     sizes: tuple[int, ...],
     shape: tuple[int, ...],
 ) -> Array:
-    """Return the gradient of an input of a shape, by windows that do not overlap."""
+    """Return the gradient of an input of a shape, from that of windows that do not overlap.
+
+    Each number of `dy` goes to the place of its window's largest number, which is in `winner`.
+    """
     # Places in windows have axes of their own, as in `_within`.
     sides = [side for size in sizes for side in (1, size)]
     number = np.arange(math.prod(sizes)).reshape(sides)

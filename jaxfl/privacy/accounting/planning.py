@@ -360,13 +360,14 @@ class _Deployment(NamedTuple):
         return correlated[kind]()
 
     def _samplers(self, kind: Kind) -> list[Sampling]:
-        """Return the sampler of a kind of independent noise, or none if it does not fit."""
+        """Return the sampler of a kind of independent noise, as a list, or [] if none fits."""
         if kind == "poisson":
             return [Poisson(self.cohort / self.clients)]
         if kind == "fixed size":
             return [FixedSize(self.cohort)]
         if kind == "any cohort":
             return [MinSeparation(self.cohort, separation=1)]
+        # The kind that is left is "balls in bins".
         bins = round(self.clients / self.cohort)
         if bins > MOST_BINS:
             return []

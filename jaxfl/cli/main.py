@@ -162,6 +162,8 @@ def _message(box: str, command: list[str]) -> str:
     """
     message, *comments = _paragraphs(box)
     message = re.sub(r"^Error parsing (\S*dummy\S*: )?", "", message).removesuffix(".")
+    # The end of a line in the box may part the full stop from the last word.
+    message = message.rstrip()
     # An option with a short name is called by its long one.
     message = re.sub(r"--[\w-]+/(?=--)", "", message)
     if found := re.fullmatch(_CHOICE, message):

@@ -33,7 +33,6 @@ import dataclasses
 import functools
 import math
 import statistics
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -46,6 +45,7 @@ from jaxtyping import Bool, Float, Int, Key, UInt32
 
 from jaxfl._support.checks import check_count, checked, traced
 from jaxfl._support.lazy import dp_accounting
+from jaxfl.local.lanes import zeros_of
 from jaxfl.privacy.mechanisms.gaussian import Cohort, Mechanism, Total
 from jaxfl.privacy.noise import CANARY, derive, single
 from jaxfl.privacy.sampling import Sampling
@@ -190,7 +190,7 @@ def audited_aggregate(
 
     # The sum may hold wide integers, or the bits of `AdaptiveClip`. Only the aggregate has the
     # shapes of an update.
-    blank, unravel = ravel_pytree(_zeros_of(lambda: aggregated(total)[0]))
+    blank, unravel = ravel_pytree(zeros_of(jax.eval_shape(lambda: aggregated(total)[0])))
     size = blank.size
     weight = jnp.max(numbers.weights)
     signs = _canary_signs(scores.secret, size)
@@ -213,12 +213,6 @@ def audited_aggregate(
     # Without noise the logarithms would be infinite, and their sum over rounds could be NaN.
     z = jnp.maximum(jnp.sqrt(std**2 + total.variance) / weight, 1e-3)
     return released, std, next_memory, _scored(scores, x, z, drawn.rate)
-
-
-def _zeros_of(function: Callable[[], Tree]) -> Tree:
-    """Return zeros in the shapes of a function's result."""
-    shapes = jax.eval_shape(function)
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 def _scored(

@@ -1,6 +1,6 @@
 """Differentially private, personalized federated learning with thousands of simulated clients."""
 
-from jaxfl import algorithms, callbacks, data, models, privacy, tasks
+from jaxfl import algorithms, data, models, privacy, tasks
 from jaxfl.engine.memo import clear_caches
 from jaxfl.local import LocalSGD
 from jaxfl.models.saved import load_model
@@ -8,6 +8,7 @@ from jaxfl.models.trained import TrainedModel
 from jaxfl.report.comparison import Comparison
 from jaxfl.report.page import write_report
 from jaxfl.report.plan_page import write_plan
+from jaxfl.run import callbacks
 from jaxfl.run.attack import membership
 from jaxfl.run.candidates import Candidate, grid, spread
 from jaxfl.run.compare import compare

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxfl.callbacks import Callback, entered
 from jaxfl.engine import processes
 from jaxfl.engine.interface import Engine
 from jaxfl.engine.memo import described, key_of_method, remembered
@@ -17,6 +16,7 @@ from jaxfl.engine.round import Keys
 from jaxfl.engine.streamed import Stream
 from jaxfl.report import layout
 from jaxfl.run import bars, signals
+from jaxfl.run.callbacks import Callback, entered
 from jaxfl.run.central import Central
 from jaxfl.run.checkpoint import Checkpoints
 from jaxfl.run.costs import traffic_by_point

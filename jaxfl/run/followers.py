@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxfl.callbacks import Callback, EpsilonBudget, ask
 from jaxfl.engine import processes
 from jaxfl.engine.evaluate import PerClient
 from jaxfl.run import bars
+from jaxfl.run.callbacks import Callback, EpsilonBudget, ask
 from jaxfl.run.health import Watch
 from jaxfl.run.loop import Follower, Loop
 

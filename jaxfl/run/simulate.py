@@ -23,12 +23,12 @@ from jaxfl._support.checks import (
     check_key,
     checked,
 )
-from jaxfl.callbacks import Callback, check_callbacks
 from jaxfl.data.clients import check_data
 from jaxfl.data.load import Dataset
 from jaxfl.engine.program import Points, over_points
 from jaxfl.privacy.audit import Canaries
 from jaxfl.privacy.dropouts import check_availability
+from jaxfl.run.callbacks import Callback, check_callbacks
 from jaxfl.run.check import (
     check_chunk,
     check_clients,
@@ -145,7 +145,7 @@ def simulate(
             cohort are sent ahead of its round. `states` of the result is mapped and read-only.
         callbacks: Functions that get a copy of all rows of metrics, the newest last. They are
             called at each evaluation, and before a resumed run continues. If one returns True, the
-            run ends there (see `jaxfl.callbacks`). Each of several processes calls them. If one
+            run ends there (see `jaxfl.run.callbacks`). Each of several processes calls them. If one
             raises, the others are still called, a run of one process is saved, and then the
             exception is raised.
         central: Dataset, or its four arrays, on whose test examples the server scores the global

@@ -19,8 +19,8 @@ from algorithms_table import ALGORITHMS, small_clients
 
 from jaxfl import callbacks, simulate
 from jaxfl._support import files
-from jaxfl.callbacks import ask, check_callbacks, entered
 from jaxfl.report import layout
+from jaxfl.run.callbacks import ask, check_callbacks, entered
 
 KEY = jax.random.key(1)
 

@@ -20,8 +20,9 @@ A convolution has six forms, which load the same parameters:
   channels.
 - "pallas": for few channels on GPUs. A float32 layer with ReLU and pooling is one program forward
   and at most two backward (`kernels.fused`), if its stride is 1 and its kernel's side is at most
-  `LARGEST_FUSED`. Any other layer is "grouped". This form supports reverse mode only. Other devices
-  interpret the programs, which is slow. A first layer without padding reads bytes unconverted.
+  `kernels.LARGEST_FUSED`. Any other layer is "grouped". This form supports reverse mode only. Other
+  devices interpret the programs, which is slow. A first layer without padding reads bytes
+  unconverted.
 
 A group normalisation has two implementations. The forms "winograd" and "im2col" take a batch-minor
 one (`kernels.group_norm`), which supports reverse mode only. The other forms take JAX's own
@@ -44,6 +45,7 @@ from jax import Array, lax
 from jaxtyping import Float, Shaped
 
 from jaxfl._support.backend import Form
+from jaxfl.models.kernels import LARGEST_FUSED
 from jaxfl.models.kernels.convolution import ConvolutionOptions, convolve
 from jaxfl.models.kernels.group_norm import NormOptions, group_means, normalize
 from jaxfl.models.kernels.plain import (
@@ -60,9 +62,6 @@ PLAIN: tuple[Form, ...] = ("lax", "grouped", "blocks", "pallas")
 
 Layers with `sum_grad_squared` are an exception (see the module's docstring).
 """
-
-LARGEST_FUSED = 9
-"""Largest side of a kernel that `kernels.fused` takes. It decides the margins of the maps there."""
 
 # PyTorch's default: kernels and biases are uniform in +-1/sqrt(fan_in).
 _kernel_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")

@@ -32,7 +32,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental import pallas as pl
 
 from jaxfl._support.backend import on_gpu
-from jaxfl.models.layers import LARGEST_FUSED
+from jaxfl.models.kernels import LARGEST_FUSED
 
 _PLACES = ((0, 0), (0, 1), (1, 0), (1, 1))
 """Row dy and column dx of each place in a window."""

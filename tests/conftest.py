@@ -1,9 +1,17 @@
 import gc
+import itertools
 import os
 import pathlib
 
-# AVX has no fused multiply-adds, whose places differ by program. So equal sums are equal to the bit.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa=AVX"
+XLA_FLAGS = [
+    os.environ.get("XLA_FLAGS", ""),
+    # AVX has no fused multiply-adds, whose places differ by program. So equal sums are equal to
+    # the bit.
+    "--xla_cpu_max_isa=AVX",
+    # The tests' workers keep all cores busy. LLVM's work on a program is not worth dividing then.
+    "--xla_cpu_parallel_codegen_split_count=1",
+]
+os.environ["XLA_FLAGS"] = " ".join(XLA_FLAGS)
 
 # Many tests compile the same programs. All workers and the next run share this cache.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(
@@ -36,17 +44,23 @@ def pytest_cmdline_main(config):
         config.option.dist = "loadgroup"
 
 
-MOST_MAPS = 20_000
+MOST_MAPS = 30_000
 """Number of this process's memory maps above which JAX's caches are cleared.
 
 Compiled programs hold memory maps. XLA crashes at Linux's default limit of 65,530.
 """
 
-MOST_GROWTH = 1.5e9
+MOST_GROWTH = 3e9
 """Growth of memory in bytes above which JAX's caches are cleared.
 
 The caches keep the traced functions of earlier tests.
 """
+
+BETWEEN_CHECKS = 25
+"""Number of tests of a process between two counts of its memory maps, because a count takes 20 ms."""
+
+TESTS = itertools.count(1)
+"""Numbers of this process's tests."""
 
 RESIDENT = [0.0]
 """Bytes in memory after JAX's caches were cleared for the last time. 0 before the first time."""
@@ -54,14 +68,14 @@ RESIDENT = [0.0]
 
 @pytest.fixture(autouse=True)
 def _bounded_caches():
-    """Forget compiled programs after each test, and clear JAX's caches if memory has grown.
+    """Forget compiled programs after each test, and clear JAX's caches when memory has grown.
 
     A program of another test may contain a part of the library that the test replaced.
     """
     yield
     memo.forget()
     process = pathlib.Path("/proc/self")
-    if not process.exists():
+    if next(TESTS) % BETWEEN_CHECKS or not process.exists():
         return
     maps = (process / "maps").read_bytes().count(b"\n")
     if maps > MOST_MAPS or resident(process) - RESIDENT[0] > MOST_GROWTH:

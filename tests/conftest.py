@@ -3,15 +3,11 @@ import itertools
 import os
 import pathlib
 
-XLA_FLAGS = [
-    os.environ.get("XLA_FLAGS", ""),
-    # AVX has no fused multiply-adds, whose places differ by program. So equal sums are equal to
-    # the bit.
-    "--xla_cpu_max_isa=AVX",
-    # The tests' workers keep all cores busy. LLVM's work on a program is not worth dividing then.
-    "--xla_cpu_parallel_codegen_split_count=1",
-]
-os.environ["XLA_FLAGS"] = " ".join(XLA_FLAGS)
+# AVX has no fused multiply-adds, whose places differ by program. So equal sums are equal to the bit.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa=AVX"
+
+# The tests' workers keep all cores busy. LLVM's work on a program is not worth dividing then.
+os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
 
 # Many tests compile the same programs. All workers and the next run share this cache.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(

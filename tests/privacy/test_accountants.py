@@ -8,7 +8,7 @@ import pytest
 from dp_accounting import GaussianDpEvent, NeighboringRelation, PoissonSampledDpEvent
 from dp_accounting.pld import privacy_loss_distribution
 from dp_accounting.rdp import RdpAccountant
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import integrate, stats
 
@@ -113,6 +113,7 @@ def test_divergences_where_the_closed_form_is_known():
     rounds=st.integers(1, 60),
     plain=st.sampled_from([math.inf, 3.0, 20.0]),
 )
+@example(rate=0.5, z=0.40234375, rounds=46, plain=math.inf)  # an epsilon of 711
 def test_rdp_of_examples_is_above_their_pld(rate, z, rounds, plain):
     """Both are above zero-out, and below the epsilon without amplification."""
     numbers = plain, np.full(rounds, z), rate, 1e-5, 1

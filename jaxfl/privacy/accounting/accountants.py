@@ -420,7 +420,10 @@ def _pld_epsilon(
         # Repeated Gaussians are one Gaussian, exactly, which needs no composition on the grid.
         parts.append(_privacy_losses(plain / math.sqrt(repeats), 1.0, replaced, interval))
     total = functools.reduce(lambda first, second: first.compose(second), parts)
-    return float(total.get_epsilon_for_delta(delta))
+    # If epsilon is about 709 or more, exp(-epsilon) underflows. The library divides by such masses,
+    # and compares the infinite quotient as it should.
+    with np.errstate(over="ignore"):
+        return float(total.get_epsilon_for_delta(delta))
 
 
 @functools.lru_cache(maxsize=64)

@@ -67,6 +67,16 @@ class Block(NamedTuple):
     """Whether this is the last block of the round."""
 
 
+class Loaded(NamedTuple):
+    """Clients of a block on the devices."""
+
+    ids: Int[Array, "S"]
+    """Index of the client in each slot. C or more marks an empty slot."""
+    clients: Clients
+    """Their lists of rows, with the examples of all clients."""
+    states: States
+
+
 def place_examples(clients: Clients, devices: list[jax.Device] | None = None) -> Population:
     """Return a population whose examples are all on every device.
 
@@ -346,7 +356,6 @@ class Stream(Engine):
     def programs(self, key: Key[Array, ""]) -> dict[str, list[Any]]:
         # Empty slots read no client's examples, and one for each device is the smallest block.
         loaded = self._load(self._empty(self.population.mesh.size), tests=True)
-        _, clients, states = loaded
         index = np.int32(0)
         cohort = self.draw.eval_shape(self.keys, index, self.center)
         build: Any = self._build(1)
@@ -356,7 +365,13 @@ class Stream(Engine):
         added = build.func.trace(*arguments, **build.keywords)
         finished = self.finish.trace(self.keys, index, cohort, self.zero, self.center)
         scored = score.func.trace(
-            clients, index, key, self.center.server, states, index, **score.keywords
+            loaded.clients,
+            index,
+            key,
+            self.center.server,
+            loaded.states,
+            index,
+            **score.keywords,
         )
         return {"round": [drawn.jaxpr, added.jaxpr, finished.jaxpr], "evaluation": [scored.jaxpr]}
 
@@ -376,11 +391,12 @@ class Stream(Engine):
         before: tuple[Block, States] | None = None
         for block in self._blocks(start, count):
             # The devices still compute the previous block.
-            ids, clients, states = self._load(block.ids)
+            loaded = self._load(block.ids)
             # The previous block's new states are on the devices only, and not in the store yet.
             if before is not None:
-                states = self._renew(block.ids, states, *before)
-            arguments = self._arguments(block.index, block.cohort, (ids, clients, states), total)
+                states = self._renew(block.ids, loaded.states, *before)
+                loaded = loaded._replace(states=states)
+            arguments = self._arguments(block.index, block.cohort, loaded, total)
             # A transfer here would slow every block without any sign, so JAX raises an error.
             with jax.transfer_guard("disallow"):
                 total, states = self.program.step(*arguments)
@@ -418,10 +434,16 @@ class Stream(Engine):
         """Return the scores of a block that begins with client `first`, as `evaluate` does."""
         # The last block may end with empty slots, whose scores `evaluate` cuts off.
         ids = np.arange(first, first + self._evaluation_slots, dtype=np.int32)
-        _, clients, states = self._load(ids, tests=True)
+        loaded = self._load(ids, tests=True)
         index = jax.device_put(ids[0], self.everyone)
         return step.func(
-            clients, index, key, self.center.server, states, np.int32(last), **step.keywords
+            loaded.clients,
+            index,
+            key,
+            self.center.server,
+            loaded.states,
+            np.int32(last),
+            **step.keywords,
         )
 
     @override
@@ -511,33 +533,36 @@ class Stream(Engine):
         self,
         index: Int[Array | np.int32, ""],
         cohort: Cohort,
-        loaded: tuple[Array, Clients, States],
+        loaded: Loaded,
         total: Sums | None,
     ) -> tuple:
-        """Return the arguments of the program that adds a block, from the results of `_load`."""
-        ids, clients, states = loaded
-        return clients, self.keys, index, cohort, ids, self.center, total, states
+        """Return the arguments of the program that adds a block of loaded clients."""
+        return (
+            loaded.clients,
+            self.keys,
+            index,
+            cohort,
+            loaded.ids,
+            self.center,
+            total,
+            loaded.states,
+        )
 
-    def _load(
-        self, ids: Int[np.ndarray, "S"], tests: bool = False
-    ) -> tuple[Array, Clients, States]:
+    def _load(self, ids: Int[np.ndarray, "S"], tests: bool = False) -> Loaded:
         """Send some clients' rows and states to the devices.
 
         Args:
             ids: Indices of the clients. An index of C or more is an empty slot without examples.
             tests: Whether to include test examples.
-
-        Returns:
-            The indices, the clients, and their states, on the devices.
         """
         # An empty slot reads the last client's state, which `rounds` never writes back.
         known = np.minimum(ids, self.store.num_clients - 1)
         train = self._lists("train", ids, known)
         test = self._lists("test", ids, known, wanted=tests)
-        loaded = self.population.clients._replace(**train, **test)
-        return jax.device_put(
-            (ids, loaded, self.store.read(known)), (self.by_client, self.layout, self.by_client)
-        )
+        clients = self.population.clients._replace(**train, **test)
+        on_host = (ids, clients, self.store.read(known))
+        shardings = (self.by_client, self.layout, self.by_client)
+        return Loaded(*jax.device_put(on_host, shardings))
 
     def _lists(
         self,

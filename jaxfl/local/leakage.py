@@ -132,7 +132,15 @@ def _some_of(
     most: int,
     size: Int[Array | np.ndarray, ""],
 ) -> tuple[Int[Array, "M"], Float[Array, "M"]]:
-    """Return M = `most` drawn positions and their factors, or all of a small client's examples."""
+    """Return M = `most` drawn positions and their factors, or all of a small client's examples.
+
+    Args:
+        key: Key of the draw.
+        positions: The positions 0 to N - 1.
+        weights: Weight of each position, at least 0.
+        most: M, from 1 to N.
+        size: Number of the client's examples. Later positions are padding.
+    """
     real_weights = jnp.where(positions < size, weights, 0.0)
     drawn, factors = _draw(key, real_weights, most, size)
     # The size is traced, so the draw is made for small clients too, which then take everything.

@@ -342,7 +342,9 @@ class CandidateRuns:
                 label = ", ".join(filter(None, [name, text, of_group]))
                 work = self.trained(clients, training.rounds, len(part))
                 with bar.part(f"{self.name}: {label}", work):
-                    found = self._sweep([points[i] for i in part], part, label, training)
+                    found = self._run_unless_too_large(
+                        [points[i] for i in part], part, label, training
+                    )
                 if found is None and len(part) > 1:
                     # The halves train the same clients again.
                     bar.skip(-work)
@@ -360,7 +362,7 @@ class CandidateRuns:
         at_once = max(1, _STATE_BYTES // max(1, size))
         return _in_parts(group, math.ceil(len(group) / at_once))
 
-    def _sweep(
+    def _run_unless_too_large(
         self,
         points: Sequence[PointToRun],
         numbers: Sequence[int],
@@ -384,7 +386,7 @@ class CandidateRuns:
         if self.root is not None:
             folder = self.root / self.name / label
         try:
-            found = self._swept(points, numbers, folder, training)
+            found = self._run_program(points, numbers, folder, training)
         except KeyboardInterrupt as stop:
             # The message says which of the many runs would resume.
             stop.args = (f"{which}: {stop}",)
@@ -404,14 +406,14 @@ class CandidateRuns:
         without_server = [result._replace(server=()) for result in found]
         return list(zip(without_server, self._paths(folder, points), strict=True))
 
-    def _swept(
+    def _run_program(
         self,
         points: Sequence[PointToRun],
         numbers: Sequence[int],
         folder: pathlib.Path | None,
         training: Training,
     ) -> list[Result]:
-        """Return the results of a program's points, which have also served the newcomers."""
+        """Run points in one program, score their newcomers, and return the results."""
         found = sweep(
             # Points of several programs have one key, and their numbers make their noise differ.
             _keys(training.seed, points),

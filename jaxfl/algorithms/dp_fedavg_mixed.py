@@ -62,7 +62,8 @@ def dp_fedavg_mixed(
             `jaxfl.privacy.calibrate`).
         sampling: The sampler, which draws the participants of each round.
         local: Local training of a client in one round.
-        train: Penalty of the maps in rounds, in examples. None trains the model itself.
+        train: Penalty of the maps that clients fit in the rounds, as a number of examples. None
+            trains the model itself.
         penalty: Penalty of the map before an evaluation, in examples. None leaves the map out.
         smoothing: Number of examples that are added to every class of a client, whose shares of
             classes then correct its predictions (`prior_corrected`) in place of a map. None

@@ -227,7 +227,8 @@ def mr_mtl(
             closer to FedAvg's model.
         sampling: Rule that draws the silos of each round. The default draws all silos.
         server_optimizer: Optimizer that takes the negative mean of :math:`w_i - w^t` as its
-            gradient. The default, `optax.sgd(1.0)`, sets w to the mean of :math:`w_i`.
+            gradient. The default, `optax.sgd(1.0)`, sets w to the mean of :math:`w_i` if all
+            silos take part.
         delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 n)) for n
             training examples of all silos.
 

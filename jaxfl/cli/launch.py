@@ -68,7 +68,7 @@ _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 
 _AGAIN = (
     "Start all processes again with the same command, so that each run resumes from its last "
-    "checkpoint."
+    "checkpoint, if it has one."
 )
 """Remedy after processes have stopped or failed."""
 
@@ -159,7 +159,7 @@ def _parser() -> argparse.ArgumentParser:
         "-m", dest="module", nargs=argparse.REMAINDER, help="module to run, and its arguments"
     )
     parser.add_argument(
-        "file", nargs=argparse.REMAINDER, help="or a file to run, and its arguments"
+        "file", nargs=argparse.REMAINDER, help="file to run without -m, and its arguments"
     )
     return parser
 

@@ -105,7 +105,7 @@ class Sampling:
         return self.expected(clients)
 
     def drawn_of(self, arrived: Bool[np.ndarray, "T C"]) -> Float[np.ndarray, "T"]:
-        """Return the number of drawn clients in each round, some of whom may have dropped out.
+        """Return the number of drawn clients in each round, none of whom drops out here.
 
         Args:
             arrived: Whether each client's update arrived, by round.
@@ -342,7 +342,7 @@ class Full(Sampling):
         return jnp.ones(clients, bool)
 
     def view(self, noise: SumNoise) -> View:
-        """Return Gaussians without amplification."""
+        """Return a view of Gaussian noise without amplification."""
         return _cohort_view(noise, noise.clients)
 
     def describe(self) -> dict[str, Any]:

@@ -167,8 +167,9 @@ class Comparison(NamedTuple):
     def to_markdown(self, column: str | None = None) -> str:
         """Return a Markdown table of methods by epsilon, with mean ± standard deviation.
 
-        Brackets have the cell's `notes`, and the arguments whose best value is the least or the
-        greatest that was tried: "0.812 ± 0.004 (rate at an end)". A wider grid may be better.
+        Brackets hold the cell's `notes`, and name each argument whose best value is the least or
+        the greatest that was tried: "0.812 ± 0.004 (rate at an end)". Values beyond this end may
+        score higher.
 
         Args:
             column: Name of a column of the rows. None stands for the headline metric.
@@ -320,7 +321,8 @@ class Comparison(NamedTuple):
         rows = _of_cell(self.rows, method, epsilon)
         if any(not isinstance(row.get(name), int | float) for row in rows):
             raise ValueError(
-                f"column must be one of numbers, got {name!r}. Give for instance {self.headline!r}."
+                f"column must be a column of numbers, got {name!r}. Give for instance "
+                f"{self.headline!r}."
             )
         return {row["seed"]: math.nan if row.get("dropped") == 1 else row[name] for row in rows}
 

@@ -17,6 +17,7 @@ import contextlib
 import functools
 import inspect
 import io
+import logging
 import math
 import os
 import pathlib
@@ -30,6 +31,8 @@ from jaxfl._support import files
 from jaxfl._support.checks import check_callable, check_path, checked, is_listed, plain, show
 
 __all__ = ["csv", "early_stopping", "epsilon_budget", "mlflow", "tensorboard", "wandb"]
+
+_LOG = logging.getLogger("jaxfl")
 
 EvaluationRow: TypeAlias = Mapping[str, float | int]
 """Metrics of one evaluation by name, with the number of rounds so far as `round`."""
@@ -56,6 +59,12 @@ def check_callbacks(name: str, value: Any) -> tuple[Callback, ...]:
 def _check_callback(name: str, value: Any) -> Callback:
     """Require a function of the rows that is neither async nor a generator, and return it."""
     callback = check_callable(name, value)
+    # A builder takes one argument too, so it would fail only at the first evaluation.
+    if any(callback is globals()[builder] for builder in __all__):
+        raise TypeError(
+            f"{name} must be a callback, got the function {callback.__name__} that returns one. "
+            f"Call it, as in {callback.__name__}(...)."
+        )
     # An object may have an async function as its `__call__`.
     method = getattr(type(callback), "__call__", None)  # noqa: B004
     kinds = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
@@ -201,7 +210,8 @@ class EpsilonBudget:
         if not done and first > self.limit:
             raise ValueError(
                 f"epsilon must be at least {first:.6g}, which the rounds until the first "
-                f"evaluation cost, got {self.limit:g}. Lower eval_every, or raise noise_multiplier."
+                f"evaluation cost, got {self.limit:g}. Give a larger epsilon, evaluate after fewer "
+                "rounds, or add more noise."
             )
 
     def __call__(self, rows: list[EvaluationRow]) -> bool:
@@ -215,6 +225,13 @@ class EpsilonBudget:
         """
         known = [row[self.column] for row in rows if row.get(self.column) is not None]
         spent = self._finite(known[-1] if known else None)
+        # A new run never exceeds the limit, but the earlier part of a resumed one may have.
+        if spent > self.limit:
+            _LOG.warning(
+                "the run has spent epsilon %.3g already, above the budget of %.3g",
+                spent,
+                self.limit,
+            )
         if self._ahead is not None:
             return self._ahead(int(rows[-1]["round"]))[self.column] > self.limit
         before = 0.0
@@ -273,27 +290,57 @@ def epsilon_budget(
 def csv(path: str | os.PathLike) -> Callback:
     """Return a callback that writes all rows to a file of comma-separated values.
 
-    A missing folder is made, and the rows of a run replace what the file held before.
+    A missing folder is made. The rows of a run replace those of an earlier run in the file.
 
     Args:
-        path: The file, for instance "metrics.csv".
+        path: The file, for instance "metrics.csv". It must be missing, empty, or a file of rows.
+            A run raises an OSError before its first round if the path is a folder or a link, or if
+            it cannot be written, and a ValueError if the file holds something else.
     """
     file = pathlib.Path(path)
 
     @contextlib.contextmanager
     def started() -> Iterator[_Log]:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        earlier = _earlier_rows(file)
         # A copy replaces the file, as in later writes. A path that cannot be written therefore
         # raises before the first round.
-        target = file.resolve()
-        earlier = b""
-        if files.kind(target) is not None:
-            earlier = files.read(target)
         with files.replacing(file) as temporary:
             temporary.write_bytes(earlier)
         yield _csv_log(file)
 
     return _Logger(started)
+
+
+def _earlier_rows(file: pathlib.Path) -> bytes:
+    """Make the folder of a file of rows, and return what an earlier run has written into the file.
+
+    Raises:
+        OSError: The path is a folder, a link or a device, or its folder cannot be made.
+        ValueError: The file holds something else, which the rows would replace.
+    """
+    remedy = "Give the path of a new file."
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise NotADirectoryError(
+            f"path must be in a folder, got {str(file)!r}, and {error.filename!r} is a file. "
+            f"{remedy}"
+        ) from None
+    found = files.kind(file)
+    if found is None:
+        return b""
+    # A link may lead to a file of somebody else, and a rename would replace the link itself.
+    if found != "a regular file":
+        raise files.IrregularError(
+            f"path must be a regular file, got {str(file)!r}, which is {found}. {remedy}"
+        )
+    earlier = files.read(file)
+    if earlier and not earlier.startswith(b"round"):
+        raise ValueError(
+            f"path must be a file that csv() wrote, got {str(file)!r}, whose first line does not "
+            f"begin with 'round'. {remedy}"
+        )
+    return earlier
 
 
 def _csv_log(file: pathlib.Path) -> _Log:

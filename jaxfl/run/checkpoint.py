@@ -169,13 +169,13 @@ class Checkpoints:
             )
         return 0
 
-    def newest(self) -> str:
-        """Return the newest state's path as text, or "none". Known damaged states do not count."""
+    def newest(self) -> str | None:
+        """Return the newest state's path as text, or None. Known damaged states do not count."""
         if self._intact is not None:
             return str(self._folder / str(self._intact))
         steps = self._steps()
         if not steps:
-            return "none"
+            return None
         return str(self._folder / str(steps[-1]))
 
     def ends(self, rounds: int) -> bool:

@@ -261,18 +261,22 @@ def _resume(loop: Loop, checkpoints: Checkpoints, lock: Lock) -> None:
         lock.take(shared=False)
 
 
-def _resume_note(done: int, newest: str) -> str:
+def _resume_note(done: int, newest: str | None) -> str:
     """Return the note for an error that ends a run with a folder.
 
     Args:
         done: Number of finished rounds.
-        newest: Name of the last checkpoint.
+        newest: Path of the last checkpoint, or None before the first one.
     """
-    note = f"stopped after round {done}; the last checkpoint is {newest}"
+    note = f"stopped after round {done}, before the first checkpoint"
+    resumed = "begin again"
+    if newest is not None:
+        note = f"stopped after round {done}; the last checkpoint is {newest}"
+        resumed = "resume from it"
     if jax.process_count() == 1:
         return note
     process = f"process {jax.process_index()} of {jax.process_count()}"
-    return f"{process} {note}: start all processes again to resume from it"
+    return f"{process} {note}: start all processes again to {resumed}"
 
 
 def _with_states(results: Sequence[Result], loop: Loop) -> list[Result]:

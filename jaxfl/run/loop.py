@@ -331,7 +331,7 @@ class Loop:
         elif self.saved:
             again = f"the same command resumes from round {self.saved}"
         else:
-            again = "the same command resumes from the start"
+            again = "nothing is saved yet, so the same command starts from round 0"
         return f"stopped after round {self.done} of {self.plan.settings.rounds}; {again}"
 
     def models(self) -> list[np.ndarray | None]:

@@ -126,7 +126,7 @@ def test_a_budget_is_never_exceeded_and_used_up():
         (
             "dp_fedavg",
             callbacks.epsilon_budget(1e-3),
-            r"epsilon must be at least [\d.]+, which .*got 0.001. Lower",
+            r"epsilon must be at least [\d.]+, which .*got 0.001. Give",
         ),
     ],
 )
@@ -360,6 +360,43 @@ def test_csv_quotes_and_makes_its_folder(tmp_path):
         )  # an earlier file stays until the first evaluation
 
 
+def test_csv_leaves_links_and_files_of_others_as_they_are(tmp_path):
+    theirs, link = tmp_path / "theirs.txt", tmp_path / "link.csv"
+    theirs.write_text("a list\n")
+    link.symlink_to(theirs)
+    with (
+        pytest.raises(files.IrregularError, match="which is a symbolic link"),
+        entered([callbacks.csv(link)]),
+    ):
+        pass
+    with (
+        pytest.raises(ValueError, match="first line does not begin"),
+        entered([callbacks.csv(theirs)]),
+    ):
+        pass
+    with (
+        pytest.raises(NotADirectoryError, match="in a folder, got"),
+        entered([callbacks.csv(theirs / "a.csv")]),
+    ):
+        pass
+    assert link.is_symlink()
+    assert theirs.read_text() == "a list\n"
+    assert sorted(tmp_path.iterdir()) == [link, theirs]
+
+
+def test_a_builder_in_place_of_its_callback_is_refused():
+    with pytest.raises(
+        TypeError, match=r"callbacks\[0\] must be a callback, .* as in csv\(\.\.\.\)"
+    ):
+        check_callbacks("callbacks", [callbacks.csv])
+
+
+def test_a_budget_that_is_overspent_already_is_warned_of(caplog):
+    stop = callbacks.epsilon_budget(1.0)
+    assert stop([{"round": 10, "epsilon": 4.28}])
+    assert "spent epsilon 4.28 already, above the budget of 1" in caplog.text
+
+
 def test_csv_appends_a_row_and_starts_over_at_a_new_column(tmp_path, monkeypatch):
     """A file of thousands of rows is not rewritten for each further row."""
     path, texts = tmp_path / "rows.csv", []
@@ -437,7 +474,7 @@ def test_an_exit_asked_for_by_a_callback_loses_no_round(tmp_path):
 
 def test_a_fifo_in_the_place_of_a_table_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "rows.csv")
-    with pytest.raises(OSError, match="must be a regular file, got a fifo"):
+    with pytest.raises(OSError, match=r"must be a regular file, got .* a fifo"):
         run(rounds=1, callbacks=[callbacks.csv(tmp_path / "rows.csv")])
 
 

@@ -300,7 +300,7 @@ def test_without_unseen_clients_nothing_changes(clients):
     assert free.rows[0]["accuracy"] == pytest.approx(result.metrics[-1]["accuracy"])
     assert "unseen" not in found.rows[0]
     assert "no part" not in found.protocol
-    with pytest.raises(ValueError, match="column must be one of numbers, got 'unseen'"):
+    with pytest.raises(ValueError, match="column must be a column of numbers, got 'unseen'"):
         found.mean("private", 5.0, "unseen")
 
 

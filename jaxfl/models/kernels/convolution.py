@@ -218,7 +218,8 @@ def _filter(rows: int, size: int) -> _Filter:
 def _lagrange(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the divisors and the coefficients of Lagrange's polynomials of some points.
 
-    Such a polynomial is a product of (x - other) / (point - other).
+    Such a polynomial is a product of (x - other) / (point - other). Its coefficients are in
+    ascending powers, with a last 0 for the power that only the point at infinity has.
     """
     slopes = []
     inputs = []

@@ -167,7 +167,7 @@ class AdaptiveClip(Mechanism):
         """Return the multiplier that z leaves for updates, and the std on the sum of bits.
 
         Raises:
-            ValueError: The std is at most half the noise multiplier.
+            ValueError: The std on the sum of bits is at most half the noise multiplier.
         """
         z = self.noise_multiplier_table[0]
         bits = self.bit_noise or self.sampling.expected(clients) / 20

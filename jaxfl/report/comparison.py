@@ -83,8 +83,12 @@ class Comparison(NamedTuple):
             updates of a run were dropped, or if there are no runs.
 
         Raises:
-            ValueError: The rows have no such column of numbers.
+            ValueError: The comparison has no such method, or the rows have no such column of
+                numbers.
         """
+        # A method whose runs are all missing has no rows.
+        tried = [*self.rows, *self.tuning, *self.missing]
+        _check_method("method", method, {row["method"] for row in tried})
         values = self._values(method, epsilon, column)
         if not len(values):
             return math.nan, math.nan
@@ -112,11 +116,7 @@ class Comparison(NamedTuple):
             ValueError: The comparison has no rows of the reference, or `confidence` is not in
                 (0, 1).
         """
-        if reference not in (known := sorted({method for method, _ in self.cells})):
-            raise ValueError(
-                f"reference must be a method of the comparison, got {reference!r}. "
-                f"Name one of {', '.join(known)}."
-            )
+        _check_method("reference", reference, {method for method, _ in self.cells})
         found = []
         for method, epsilon in self.cells:
             if method == reference:
@@ -362,6 +362,21 @@ class Comparison(NamedTuple):
         if notes:
             text += f" ({notes})"
         return text
+
+
+def _check_method(name: str, method: str, known: set[str]) -> None:
+    """Require the name of a method of the comparison, or raise a ValueError.
+
+    Args:
+        name: Name of the argument, for errors.
+        method: The name that was given.
+        known: Names of the comparison's methods.
+    """
+    if method not in known:
+        raise ValueError(
+            f"{name} must be a method of the comparison, got {method!r}. "
+            f"Name one of {', '.join(sorted(known))}."
+        )
 
 
 def _of_cell(rows: Sequence[Row], method: str, epsilon: float) -> list[Row]:

@@ -441,6 +441,8 @@ def test_a_run_whose_updates_were_all_dropped_has_no_place_in_the_ranking(monkey
     ]
     assert found.differences("good") == []
     assert math.isnan(found.mean("lost", math.inf)[0])
+    with pytest.raises(ValueError, match="method must be a method of the comparison, got 'los'"):
+        found.mean("los", math.inf)
     public = compare(methods, small_clients(), report="public", **SETTING)
     assert [row.get("dropped") for row in public.rows] == [None, None, 1.0, 1.0]
 

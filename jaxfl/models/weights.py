@@ -14,9 +14,9 @@ from jaxfl.types import Model, Params
 def with_weights(model: Model, params: Params) -> Model:
     """Return a model whose runs start from given weights instead of random ones.
 
-    All layers train. In a model of `frozen` or `lora`, only the layers that their argument `train`
-    names and the adapters of `lora` train. A method that draws several models, such as `ifca`,
-    needs random weights, because equal models stay equal.
+    All layers train. To train only some of them, use `frozen` or `lora` instead, which take the
+    weights themselves. A method that draws several models, such as `ifca`, needs random weights,
+    because equal models stay equal.
 
     No epsilon covers the data on which the weights were trained.
 

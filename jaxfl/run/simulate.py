@@ -304,7 +304,8 @@ def sweep(
         keep=keep,
         **options,
     )
-    name = f"{algorithms[0].name}, {count} points"
+    points_text = "1 point" if count == 1 else f"{count} points"
+    name = f"{algorithms[0].name}, {points_text}"
     plan = make_plan(name, keys, algorithms, points, clients, settings)
     with contextlib.closing(Lock(root)) as lock:
         return execute(plan, lock, folders)

@@ -700,11 +700,15 @@ class _Outputs(NamedTuple):
     """Numbers of positive and of negative examples by class and bin of probabilities."""
 
 
-def _area(outputs_of: Callable[[Array, Array], tuple[Array, Array, Array]], exact: int) -> Metric:
+_Ranking: TypeAlias = Callable[[Array, Array], tuple[Array, Array, Array]]
+"""Function from outputs and labels to margins, probabilities and truths [B, K]."""
+
+
+def _area(outputs_of: _Ranking, exact: int) -> Metric:
     """Return the metric of the mean area under the ROC curves of all classes.
 
     Args:
-        outputs_of: Function of outputs and labels to margins, probabilities and truths [B, K].
+        outputs_of: Function that returns the numbers by which examples are ranked.
         exact: Number of examples up to which the area is exact.
     """
 

@@ -406,7 +406,8 @@ def _cohort(
         return add(sums, settle(part)), rows, states
 
     # Chunks are added up lane by lane within a block, and blocks in the numbers of `settle`.
-    sums, rows, states = lax.fori_loop(0, -(-chunks // length), block, (sums, rows, states))
+    blocks = -(-chunks // length)
+    sums, rows, states = lax.fori_loop(0, blocks, block, (sums, rows, states))
     return _with_rows(sums, rows), states
 
 

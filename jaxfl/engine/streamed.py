@@ -364,15 +364,8 @@ class Stream(Engine):
         arguments = self._arguments(index, cohort, loaded, self.zero)
         added = build.func.trace(*arguments, **build.keywords)
         finished = self.finish.trace(self.keys, index, cohort, self.zero, self.center)
-        scored = score.func.trace(
-            loaded.clients,
-            index,
-            key,
-            self.center.server,
-            loaded.states,
-            index,
-            **score.keywords,
-        )
+        arguments = self._evaluation_arguments(loaded, index, key, 0)
+        scored = score.func.trace(*arguments, **score.keywords)
         return {"round": [drawn.jaxpr, added.jaxpr, finished.jaxpr], "evaluation": [scored.jaxpr]}
 
     @override
@@ -436,15 +429,8 @@ class Stream(Engine):
         ids = np.arange(first, first + self._evaluation_slots, dtype=np.int32)
         loaded = self._load(ids, tests=True)
         index = jax.device_put(ids[0], self.everyone)
-        return step.func(
-            loaded.clients,
-            index,
-            key,
-            self.center.server,
-            loaded.states,
-            np.int32(last),
-            **step.keywords,
-        )
+        arguments = self._evaluation_arguments(loaded, index, key, last)
+        return step.func(*arguments, **step.keywords)
 
     @override
     def saved(self) -> dict[str, Tree]:
@@ -547,6 +533,16 @@ class Stream(Engine):
             total,
             loaded.states,
         )
+
+    def _evaluation_arguments(
+        self,
+        loaded: Loaded,
+        first: Int[Array | np.int32, ""],
+        key: Key[Array, ""],
+        last: int,
+    ) -> tuple:
+        """Return the arguments of the evaluation of a block that begins with client `first`."""
+        return loaded.clients, first, key, self.center.server, loaded.states, np.int32(last)
 
     def _load(self, ids: Int[np.ndarray, "S"], tests: bool = False) -> Loaded:
         """Send some clients' rows and states to the devices.

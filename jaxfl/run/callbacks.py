@@ -60,7 +60,8 @@ def _check_callback(name: str, value: Any) -> Callback:
     """Require a function of the rows that is neither async nor a generator, and return it."""
     callback = check_callable(name, value)
     # A builder takes one argument too, so it would fail only at the first evaluation.
-    if any(callback is globals()[builder] for builder in __all__):
+    builders = (csv, early_stopping, epsilon_budget, mlflow, tensorboard, wandb)
+    if any(callback is builder for builder in builders):
         raise TypeError(
             f"{name} must be a callback, got the function {callback.__name__} that returns one. "
             f"Call it, as in {callback.__name__}(...)."
@@ -263,7 +264,8 @@ def epsilon_budget(
     statement, by its accountant. The cost of the next interval assumes that every client takes part
     in every round that it can. Outside of a run, the next interval counts as much as the last one.
     A run without a finite epsilon for the observer and the unit raises a ValueError before its
-    first round. So does a new run whose first interval exceeds the budget.
+    first round. So does a new run whose first interval exceeds the budget. If a resumed run has
+    exceeded the budget already, the callback logs a warning and ends it.
 
     Args:
         epsilon: The budget.

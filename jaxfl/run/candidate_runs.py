@@ -386,7 +386,7 @@ class CandidateRuns:
         if self.root is not None:
             folder = self.root / self.name / label
         try:
-            found = self._run_program(points, numbers, folder, training)
+            found = self._run_together(points, numbers, folder, training)
         except KeyboardInterrupt as stop:
             # The message says which of the many runs would resume.
             stop.args = (f"{which}: {stop}",)
@@ -406,7 +406,7 @@ class CandidateRuns:
         without_server = [result._replace(server=()) for result in found]
         return list(zip(without_server, self._paths(folder, points), strict=True))
 
-    def _run_program(
+    def _run_together(
         self,
         points: Sequence[PointToRun],
         numbers: Sequence[int],

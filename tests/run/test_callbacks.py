@@ -474,7 +474,9 @@ def test_an_exit_asked_for_by_a_callback_loses_no_round(tmp_path):
 
 def test_a_fifo_in_the_place_of_a_table_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "rows.csv")
-    with pytest.raises(OSError, match=r"must be a regular file, got .* a fifo"):
+    with pytest.raises(
+        OSError, match=r"must be a regular file, got '.*rows\.csv', which is a fifo"
+    ):
         run(rounds=1, callbacks=[callbacks.csv(tmp_path / "rows.csv")])
 
 

@@ -78,7 +78,10 @@ def _backward(
     level, slope = group_means(scaled, shape, options)
     # The formula of dx, sorted into a factor of dy, a factor of x and an offset.
     slope = slope * gain
-    factors = jnp.stack([gain * scale[:, None], -gain * slope, gain * (slope * mean - level)])
+    factor_of_dy = gain * scale[:, None]
+    factor_of_x = -gain * slope
+    added = gain * (slope * mean - level)
+    factors = jnp.stack([factor_of_dy, factor_of_x, added])
     by_dy, by_x, offset = _along_rows(factors, shape)
     dx = (dy * by_dy + rows * by_x + offset).reshape(shape)
     if options.sum_grad_squared:
